@@ -53,15 +53,9 @@ class LaneContext(Generic[OwnTask, OwnPrograms]):
         return self.tasks[0]
 
     @property
-    def different_tasks(self) -> list[OwnTask]:
-        """Return the different tasks of the members, in the order of their first members."""
-        return list({id(task): task for task in self.tasks}.values())
-
-    @property
-    def task_numbers(self) -> np.ndarray:
-        """Return `(member,)`: the number of each member's task among `different_tasks`."""
-        numbers = {id(task): number for number, task in enumerate(self.different_tasks)}
-        return np.array([numbers[id(task)] for task in self.tasks], dtype=np.int64)
+    def firsts(self) -> list[int]:
+        """Return the position of the first member of each variant."""
+        return [self.variants.index(number) for number in range(max(self.variants) + 1)]
 
 
 def alike(

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from modelfleet.frameworks.jax.merging import DifferenceError, MergedFunction, classes
+from modelfleet.frameworks.functional.merged_definition import DifferenceError, classes
+from modelfleet.frameworks.jax.merging import JaxMerger, MergedFunction
 
 Function = Callable[..., Any]
 
@@ -226,7 +227,7 @@ def test_a_random_key_that_is_a_constant_is_refused() -> None:
 
 
 def test_those_that_can_be_merged_are_found() -> None:
-    assert classes(traced(early, [0.5, 0.0, 0.25, 0, 0.75]))[0] == [[0, 2, 4], [1, 3]]
+    assert classes(JaxMerger(), traced(early, [0.5, 0.0, 0.25, 0, 0.75]))[0] == [[0, 2, 4], [1, 3]]
 
 
 def test_large_constants_are_refused() -> None:
@@ -234,4 +235,4 @@ def test_large_constants_are_refused() -> None:
     jaxprs = traced(lambda x, own: x[0, 0] * own, large)
     with pytest.raises(DifferenceError, match="constants of 8 MB differ"):
         MergedFunction([*jaxprs, *jaxprs])
-    assert classes([*jaxprs, *jaxprs])[0] == [[0, 1, 2, 3]]
+    assert classes(JaxMerger(), [*jaxprs, *jaxprs])[0] == [[0, 1, 2, 3]]

@@ -7,7 +7,17 @@ compiles them and loops them over several steps. `FunctionalEngine` is the engin
 
 from modelfleet.frameworks.functional.contract import Backend, Definition, Slice, State
 from modelfleet.frameworks.functional.engine import FunctionalEngine
+from modelfleet.frameworks.functional.merged_definition import MergedDefinition
 from modelfleet.frameworks.functional.programs import Programs
 from modelfleet.frameworks.functional.replica import Replica
 
-__all__ = ["Backend", "Definition", "FunctionalEngine", "Programs", "Replica", "Slice", "State"]
+__all__ = [
+    "Backend",
+    "Definition",
+    "FunctionalEngine",
+    "MergedDefinition",
+    "Programs",
+    "Replica",
+    "Slice",
+    "State",
+]

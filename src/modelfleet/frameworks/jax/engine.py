@@ -11,10 +11,9 @@ from modelfleet.errors import StrategyError
 from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.engine import NOTHING_LEFT, Hyper, Pace
 from modelfleet.frameworks.errors import CannotFuseError
-from modelfleet.frameworks.functional import Definition, FunctionalEngine, Programs, Slice
+from modelfleet.frameworks.functional import Definition, FunctionalEngine, MergedDefinition, Programs, Slice
 from modelfleet.frameworks.jax.backend import JaxBackend
 from modelfleet.frameworks.jax.definition import JaxDefinition
-from modelfleet.frameworks.jax.merged_definition import MergedDefinition
 from modelfleet.frameworks.jax.models import Module, Pair
 from modelfleet.frameworks.jax.structure import is_module, statics
 from modelfleet.frameworks.jax.task import Task

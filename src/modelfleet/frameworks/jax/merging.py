@@ -6,7 +6,7 @@ tables `(variant, …)`. The merged function binds the equations of the first va
 from each table in place of the constant.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from modelfleet.frameworks.functional.merged_definition import DifferenceError
+from modelfleet.frameworks.jax.settings import settings
+from modelfleet.types import Tensor, Tree
 
 _MAX_BYTES = 1 << 24  # of one table: XLA keeps them in its program, and takes long for large constants
 
@@ -30,8 +34,31 @@ _CALLS = {
 _DERIVATIVES = frozenset({"jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "out_trees"})
 
 
-class DifferenceError(Exception):
-    """Raised if two traced functions differ in more than numbers. The message is a part of a sentence."""
+class JaxMerger:
+    """Traces functions to jaxprs, and merges these (see `merged_definition.Merger`)."""
+
+    def shapes(self, args: tuple[Tree, ...]) -> tuple[tuple[Tree, ...], Hashable]:
+        """Return the arguments' shapes, and a key for them."""
+        shapes = jax.tree.map(_shape, args)
+        leaves, tree = jax.tree.flatten(shapes)
+        return shapes, (tree, tuple((s.shape, s.dtype, s.weak_type) for s in leaves), tuple(settings().items()))
+
+    def trace(self, function: Callable[..., Any], shapes: tuple[Tree, ...]) -> tuple[ClosedJaxpr, Hashable]:
+        """Return a function's jaxpr, and the tree of its results."""
+        jaxpr, results = jax.make_jaxpr(function, return_shape=True)(*shapes)
+        return jaxpr, jax.tree.structure(results)
+
+    def merge(self, traced: Sequence[ClosedJaxpr]) -> "MergedFunction":
+        """Return jaxprs as one function."""
+        return MergedFunction(traced)
+
+    def run(self, merged: "MergedFunction", form: Any, variant: Tensor, args: tuple[Tree, ...]) -> Tree:
+        """Return the results of a variant."""
+        return jax.tree.unflatten(form, merged(variant, *jax.tree.leaves(args)))
+
+    def pick(self, numbers: np.ndarray, variant: Tensor) -> jax.Array:
+        """Return the number of a variant."""
+        return jnp.asarray(numbers)[variant]
 
 
 @dataclass
@@ -195,24 +222,6 @@ class _Names:
         return _Constant(atom.val) if isinstance(atom, Literal) else self._found[atom]
 
 
-def classes(variants: Sequence[ClosedJaxpr]) -> tuple[list[list[int]], str]:
-    """Return the numbers of variants that can be merged with each other, and how the second class differs."""
-    found: list[list[int]] = []
-    reasons: list[str] = []
-    for number, closed in enumerate(variants):
-        for together in found:
-            try:
-                MergedFunction([variants[together[0]], closed])
-            except DifferenceError as error:
-                reasons.append(str(error))
-                continue
-            together.append(number)
-            break
-        else:
-            found.append([number])
-    return found, reasons[0] if reasons else "together they have too many numbers"
-
-
 # --- running -----------------------------------------------------------------------------------------------------
 
 
@@ -350,3 +359,8 @@ def _equal(a: Any, b: Any) -> bool:
 def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 40 else f"{text[:39]}…"
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    weak = bool(getattr(leaf, "weak_type", False))
+    return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf), weak_type=weak)

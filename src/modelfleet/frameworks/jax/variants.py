@@ -5,9 +5,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from modelfleet.frameworks.engine import Hyper
-from modelfleet.frameworks.functional import Definition, State
+from modelfleet.frameworks.functional import Definition, MergedDefinition, State
 from modelfleet.frameworks.jax.definition import JaxDefinition
-from modelfleet.frameworks.jax.merged_definition import MergedDefinition
+from modelfleet.frameworks.jax.merging import JaxMerger
 from modelfleet.frameworks.jax.structure import difference, family, freeze, is_module, signature
 from modelfleet.frameworks.jax.task import Task
 from modelfleet.frameworks.structure import Signature, without_numbers
@@ -101,7 +101,7 @@ class Variants:
         own = [JaxDefinition(member.model, task) for member, task in zip(self.members, self.tasks, strict=True)]
         if len(own) == 1:
             return own[0]
-        return _Merged(own, dict(zip(self.names, self.numbers, strict=True)), self.difference)
+        return _Merged(JaxMerger(), own, dict(zip(self.names, self.numbers, strict=True)), self.difference)
 
 
 class _Merged(MergedDefinition[JaxDefinition]):

@@ -1,8 +1,6 @@
-"""Families: Keras members that may share a lane although their optimizers differ, and on JAX their numbers."""
+"""Families: Keras members that may share a lane although their optimizers or their numbers differ."""
 
 from collections.abc import Hashable
-
-import keras
 
 from modelfleet.frameworks.keras.task import Task
 from modelfleet.frameworks.structure import without_numbers
@@ -10,7 +8,5 @@ from modelfleet.types import Signature
 
 
 def family(signature: Signature, task: Task) -> Hashable:
-    """Return a key that is equal for members that are tried in one lane, whatever their optimizers."""
-    if keras.backend.backend() == "jax":  # where steps are merged by what they compute
-        return without_numbers(signature), without_numbers(task.key if task.forward is None else task.forward)
-    return signature, id(task) if task.forward is None else task.forward
+    """Return a key that is equal for members that are tried in one lane, whatever their numbers and optimizers."""
+    return without_numbers(signature), without_numbers(task.key if task.forward is None else task.forward)

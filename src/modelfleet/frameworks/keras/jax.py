@@ -1,25 +1,23 @@
 """Lanes of Keras models on JAX."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import keras
 import numpy as np
 
-from modelfleet.frameworks.batch import Batch
-from modelfleet.frameworks.engine import Hyper
-from modelfleet.frameworks.functional import FunctionalEngine, Programs, Replica, State
+from modelfleet.frameworks.functional import Programs, Replica, State
 from modelfleet.frameworks.jax import arrays
 from modelfleet.frameworks.jax.backend import JaxBackend
-from modelfleet.frameworks.jax.merged_definition import MergedDefinition
+from modelfleet.frameworks.jax.merging import JaxMerger
 from modelfleet.frameworks.jax.replica import lent
-from modelfleet.frameworks.keras.definition import KerasDefinition, KerasEngine, Loss
+from modelfleet.frameworks.keras.definition import KerasDefinition, Loss
+from modelfleet.frameworks.keras.functional_engine import KerasEngine
+from modelfleet.frameworks.keras.merged import apart  # noqa: F401
 from modelfleet.frameworks.keras.steps import outputs
-from modelfleet.frameworks.keras.structure import difference, signature
 from modelfleet.frameworks.keras.task import Task
 from modelfleet.frameworks.lane_context import LaneContext
-from modelfleet.frameworks.structure import without_numbers
-from modelfleet.types import Kind, Model, Tensor, Tree
+from modelfleet.types import Model, Tensor, Tree
 
 
 class JaxDefinition(KerasDefinition):
@@ -37,76 +35,12 @@ class JaxDefinition(KerasDefinition):
         jax.eval_shape(self.evaluate, own, self.fresh_metrics(), batch, None)
 
 
-class _Merged(MergedDefinition[JaxDefinition]):
-    """Definitions of members that differ only in numbers and optimizers."""
-
-    def _kind(self, own: JaxDefinition) -> Hashable:
-        # A number may decide which variables an optimizer has, such as the momentum of SGD.
-        return without_numbers(own.task.optimizer), tuple(own.steps.keys["optimizer"])
-
-    def _forward(self, own: JaxDefinition) -> Hashable:
-        task = own.task
-        return signature(own.steps.model), task.key if task.forward is None else task.forward
-
-    def _update(self, own: JaxDefinition) -> Hashable:
-        # Optimizers also apply the constraints of weights.
-        return signature(own.steps.model), own.task.optimizer
-
-    def try_out(self, state: State, batch: Tree) -> None:
-        """Create the metrics of every variant, whose variables its steps need."""
-        for definition in self.definitions[1:]:
-            definition.steps.build(batch)
-        super().try_out(state, batch)
-
-
 class Engine(KerasEngine):
     """Engine of a lane (see `frameworks.engine.Engine`)."""
 
     def __init__(self, context: LaneContext[Task, Programs]) -> None:
         """Make the engine, or use the programs of another one."""
-        backend = JaxBackend(context.device)
-        if max(context.variants) == 0:
-            super().__init__(context, JaxDefinition, backend)
-            return
-        numbers = {member.name: number for member, number in zip(context.members, context.variants, strict=True)}
-        definition = self._merged(context, numbers)
-        self._use(context, definition.definitions)
-        FunctionalEngine.__init__(self, context, definition, backend)
-
-    @staticmethod
-    def _merged(context: LaneContext[Task, Programs], numbers: Mapping[str, int]) -> _Merged:
-        """Return the definition of all variants; that of the programs of another engine, if it still holds."""
-        firsts = [context.variants.index(number) for number in range(max(context.variants) + 1)]
-        models = [context.members[position].model for position in firsts]
-
-        def different(number: int, other: int) -> str:
-            found = difference(signature(models[number]), signature(models[other]))
-            return found or "it was compiled with other settings"
-
-        known = None if context.programs is None else context.programs.definition
-        if isinstance(known, _Merged) and not any(own.steps.stale for own in known.definitions):
-            return _Merged(known.definitions, numbers, different)
-        tasks = [context.tasks[position] for position in firsts]
-        own = [JaxDefinition(model, task) for model, task in zip(models, tasks, strict=True)]
-        found = _Merged(own, numbers, different)
-        if context.programs is not None:
-            context.programs.renew(found)
-        return found
-
-    def ready(self, kind: Kind, hyper: Hyper, active: Tensor, batch: Batch) -> None:
-        """Prepare the program for batches like this one, if Keras would compute the same."""
-        super().ready(kind, hyper, active, batch)
-        definition = self.programs.definition
-        if kind == "train" and isinstance(definition, _Merged):
-            definition.check_all(self.state, batch)
-
-
-def apart(programs: Programs) -> str | None:
-    """Return why a lane of these programs runs plainly, as far as is known."""
-    definition = programs.definition
-    definitions = definition.definitions if isinstance(definition, _Merged) else [definition]
-    steps = [own.steps for own in definitions if isinstance(own, JaxDefinition)]
-    return next((own.apart for own in steps if own.apart is not None), None)
+        super().__init__(context, JaxDefinition, JaxBackend(context.device), JaxMerger())
 
 
 def replica(model: Model, device: jax.Device) -> Replica:

@@ -138,7 +138,8 @@ class Steps:
         weights: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, Values, Values]]:
         """Return the loss to differentiate, and (the loss itself, new buffers, new metrics) of a train step."""
-        own = self._pairs("optimizer", self._optimizer_variables, optimizer_values)
+        # Only an optimizer that scales the loss reads its variables here.
+        own = self._pairs("optimizer", self._optimizer_variables, optimizer_values) if self.scales_loss else []
         mapping = [*self._mapping(params, buffers, metrics), *own]
         with self._scope(mapping, training=True) as scope:
             loss = self._forward(batch, weights, training=True)

@@ -45,7 +45,9 @@ _CACHES = frozenset(
 )
 
 
-class _Weight(NamedTuple):
+class Weight(NamedTuple):
+    """A weight in a signature."""
+
     shape: tuple[int, ...]
     dtype: str
     trained: bool
@@ -75,7 +77,7 @@ def signature(model: keras.Model) -> Signature:
     _walk(model, "", {}, entries, owned)
     trained = {id(variable) for variable in model.trainable_variables}
     for index, variable in enumerate(model.variables):
-        weight = _Weight(
+        weight = Weight(
             tuple(variable.shape),
             str(variable.dtype),
             id(variable) in trained,
@@ -216,7 +218,7 @@ def _connections(model: keras.Model, owned: Owned) -> Iterator[tuple[str, Hashab
 
 
 def _describe_difference(path: str, value: Hashable, other: Hashable) -> str:
-    if isinstance(value, _Weight) and isinstance(other, _Weight):
+    if isinstance(value, Weight) and isinstance(other, Weight):
         if value.shape != other.shape:
             return f"{path} is {value.shape}, not {other.shape}"
         if value.dtype != other.dtype:

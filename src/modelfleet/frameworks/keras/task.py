@@ -10,7 +10,6 @@ from modelfleet.fingerprints import fingerprint
 from modelfleet.frameworks.keras.optimizers import averages_weights
 from modelfleet.frameworks.keras.structure import owned_by
 from modelfleet.frameworks.keras.values import Owned, freeze, show
-from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.frameworks.structure import Opaque
 
 # Attributes that Keras keeps on every optimizer for itself. Variables without weight decay are compared by
@@ -67,14 +66,6 @@ def task_of(model: keras.Model) -> Task:
         forward=None if _scales(model.optimizer) else others,
         settings=parts["optimizer"],
     )
-
-
-def first_models(context: LaneContext[Task, object]) -> list[tuple[keras.Model, Task]]:
-    """Return the different tasks of a lane, each with the model of its first member."""
-    models: dict[int, keras.Model] = {}
-    for member, task in zip(context.members, context.tasks, strict=True):
-        models.setdefault(id(task), member.model)
-    return [(models[id(task)], task) for task in context.different_tasks]
 
 
 def _scales(optimizer: keras.Optimizer | None) -> bool:

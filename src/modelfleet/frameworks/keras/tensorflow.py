@@ -11,13 +11,16 @@ from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.engine import NOTHING_LEFT, Hyper, Pace
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.functional import Programs, Replica, State
-from modelfleet.frameworks.keras.definition import KerasDefinition, KerasEngine, Loss, apart  # noqa: F401
+from modelfleet.frameworks.keras.definition import KerasDefinition, Loss
+from modelfleet.frameworks.keras.functional_engine import KerasEngine
+from modelfleet.frameworks.keras.merged import apart  # noqa: F401
 from modelfleet.frameworks.keras.replica import is_double
 from modelfleet.frameworks.keras.steps import outputs
 from modelfleet.frameworks.keras.task import Task
 from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.frameworks.tensorflow import arrays
 from modelfleet.frameworks.tensorflow.backend import TensorFlowBackend
+from modelfleet.frameworks.tensorflow.merging import TensorFlowMerger
 from modelfleet.frameworks.tensorflow.replica import dense
 from modelfleet.types import Kind, Model, Tensor, Tree
 
@@ -65,7 +68,7 @@ class Engine(KerasEngine):
         known = context.programs.backend if context.programs else TensorFlowBackend(context.device)
         assert isinstance(known, TensorFlowBackend)
         self._tensorflow = known
-        super().__init__(context, TensorFlowDefinition, known)
+        super().__init__(context, TensorFlowDefinition, known, TensorFlowMerger())
 
     def ready(self, kind: Kind, hyper: Hyper, active: Tensor, batch: Batch) -> None:
         """Prepare the program for batches like this one. Loops over time are not fused, as this would be slow."""

@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -17,6 +17,7 @@ import tensorflow as tf
 from modelfleet.types import Tree
 
 Function = Callable[..., Tree]
+Leaf: TypeAlias = tf.Tensor | tf.TensorSpec
 
 LONG = 6.0  # seconds left to run; with fewer, XLA's 1 to 5 seconds of compiling do not pay off
 TRIALS = 16  # calls that are timed to see which form is faster: half of them XLA's, half of them not
@@ -59,7 +60,7 @@ class Program:
         """Run the function. The first call with new shapes traces it."""
         graph, tensors = self._graph(args)
         found = graph(tensors, self._calls_left())
-        tree = _filled(graph.structure, iter(found))
+        tree = filled(graph.structure, iter(found))
         # The next step is usually given what this one returns, whose tensors need not be flattened again.
         self._recent = tree, (found, graph.key)
         return tree
@@ -78,8 +79,8 @@ class Program:
         tensors: list[tf.Tensor] = []
         keys: list[Hashable] = []
         for arg in args:
-            recent, flat = self._recent
-            own, key = flat if arg is not None and arg is recent else _flat(arg)
+            recent, known = self._recent
+            own, key = known if arg is not None and arg is recent else flat(arg)
             tensors += own
             keys.append(key)
         graph = self._graphs.get(tuple(keys))
@@ -96,17 +97,17 @@ class Graph:
     ) -> None:
         structure: Tree = None
 
-        def flat(*values: tf.Tensor) -> list[tf.Tensor]:
+        def results(*values: tf.Tensor) -> list[tf.Tensor]:
             nonlocal structure
-            structure = function(*_filled(tuple(args), iter(values)))
-            return _flat(structure)[0]
+            structure = function(*filled(tuple(args), iter(values)))
+            return flat(structure)[0]
 
         self._device = device
         with tf.device(device):
-            self.concrete: ConcreteFunction = _traced(flat, tensors)
+            self.concrete: ConcreteFunction = traced(results, tensors)
         # With the graph's own outputs, so that nothing is kept that only lived while it was traced.
-        self.structure = _filled(structure, iter(self.concrete.outputs))
-        self.key = _flat(self.structure)[1]
+        self.structure = filled(structure, iter(self.concrete.outputs))
+        self.key = flat(self.structure)[1]
         self._plain = _Call(self.concrete)
         self._xla: _Call | None = None
         self._worth_trying = not any(_NOT_FOR_XLA.search(kind) for kind in operations(self.concrete))
@@ -170,7 +171,7 @@ class Graph:
         try:
             with tf.device(self._device):
                 # `_Call` ignores how a function itself is to be compiled, but not how those within it are.
-                xla = _Call(_traced(lambda *values: compiled(*values), tensors))
+                xla = _Call(traced(lambda *values: compiled(*values), tensors))
                 xla(tensors)  # XLA compiles at the first call
         except tf.errors.OpError:  # XLA lacks some operations
             return
@@ -233,21 +234,21 @@ def live_bytes(concrete: ConcreteFunction) -> int:
     return most
 
 
-def _traced(function: Function, tensors: Sequence[tf.Tensor]) -> ConcreteFunction:
+def traced(function: Function, tensors: Sequence[tf.Tensor | tf.TensorSpec]) -> ConcreteFunction:
     """Return a function of flat tensors, traced for tensors like these."""
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
     return tf.function(function, autograph=False).get_concrete_function(*specs)
 
 
-def _flat(tree: Tree) -> tuple[list[tf.Tensor], Hashable]:
-    """Return a tree's tensors, and a key that trees of another structure or other shapes do not have."""
-    tensors: list[tf.Tensor] = []
+def flat(tree: Tree) -> tuple[list[Any], Hashable]:
+    """Return a tree's tensors or specs, and a key that trees of another structure or other shapes do not have."""
+    tensors: list[Leaf] = []
     parts: list[Hashable] = []
     _flatten(tree, tensors, parts)
     return tensors, tuple(parts)
 
 
-def _flatten(tree: Tree, tensors: list[tf.Tensor], parts: list[Hashable]) -> None:
+def _flatten(tree: Tree, tensors: list[Leaf], parts: list[Hashable]) -> None:
     """Append a tree's tensors, and the parts of its key."""
     if isinstance(tree, dict):
         names = sorted(tree)  # as tf.nest does: the order in which a dict was filled does not matter
@@ -261,7 +262,7 @@ def _flatten(tree: Tree, tensors: list[tf.Tensor], parts: list[Hashable]) -> Non
     elif tree is None:
         parts.append(None)
     else:
-        tensor = tree if tf.is_tensor(tree) else _tensor(tree)
+        tensor = tree if tf.is_tensor(tree) or isinstance(tree, tf.TensorSpec) else _tensor(tree)
         parts.append((tuple(tensor.shape), tensor.dtype))
         tensors.append(tensor)
 
@@ -270,13 +271,13 @@ def _tensor(value: np.ndarray | int) -> tf.Tensor:
     return tf.constant(value, dtype=tf.int32) if isinstance(value, int) else tf.convert_to_tensor(value)
 
 
-def _filled(tree: Tree, following: Iterator[tf.Tensor]) -> Tree:
-    """Return the same tree with other tensors, in the order of `_flatten`."""
+def filled(tree: Tree, following: Iterator[Leaf]) -> Tree:
+    """Return the same tree with other tensors, in the order of `flat`."""
     if isinstance(tree, dict):
-        return {name: _filled(tree[name], following) for name in sorted(tree)}
+        return {name: filled(tree[name], following) for name in sorted(tree)}
     if isinstance(tree, tuple):
-        values = [_filled(value, following) for value in tree]
+        values = [filled(value, following) for value in tree]
         return type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)
     if isinstance(tree, list):
-        return [_filled(value, following) for value in tree]
+        return [filled(value, following) for value in tree]
     return None if tree is None else next(following)

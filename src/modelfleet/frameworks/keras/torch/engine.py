@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,7 +17,8 @@ from modelfleet.frameworks.keras.losses import label_check
 from modelfleet.frameworks.keras.optimizers import hyperparameters_in
 from modelfleet.frameworks.keras.own_functions import evaluation_offset
 from modelfleet.frameworks.keras.plain import become_plain
-from modelfleet.frameworks.keras.task import Task, first_models, task_of
+from modelfleet.frameworks.keras.task import Task, task_of
+from modelfleet.frameworks.keras.torch.numbers import Numbers
 from modelfleet.frameworks.keras.torch.steps import TorchSteps
 from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.frameworks.stacked import Positions, StackedState, stack, with_all_names
@@ -29,7 +31,7 @@ from modelfleet.frameworks.torch.optimizers.counting import CoefficientsBySlice
 from modelfleet.frameworks.torch.optimizers.slices import slices_of
 from modelfleet.members import Member
 from modelfleet.trees import map_tree
-from modelfleet.types import Kind, State, Tree
+from modelfleet.types import Kind, Model, State, Tree
 
 
 class KerasTorchEngine(ProgramEngine[TorchSteps]):
@@ -40,8 +42,8 @@ class KerasTorchEngine(ProgramEngine[TorchSteps]):
     def __init__(self, context: LaneContext[Task, Programs[TorchSteps]]) -> None:
         """Stack the members' state, or use the programs of another engine."""
         members, programs = context.members, context.programs
-        if programs is None or any(own.stale for own in programs.steps.by_task):
-            made = Programs(TorchSteps(first_models(context)), fused=context.fused)
+        if programs is None or programs.steps.stale:
+            made = Programs(TorchSteps(_first_models(context)), fused=context.fused)
             if programs is None:
                 programs = made
             else:  # in place: other engines use these programs, too
@@ -51,9 +53,12 @@ class KerasTorchEngine(ProgramEngine[TorchSteps]):
         self._first = members[0].name
         self._batch = 0  # the number of the next batch to evaluate or predict
         # Nothing is shared: every Keras model has its own variables.
-        self._tasks, self._member_tasks = context.task_numbers, list(context.tasks)
-        names = [tuple(own.keys["optimizer"]) for own in steps.by_task]
-        stepper = Stepper(self._first, programs, {}, _TaskSlices(self._tasks, names))
+        self._member_tasks = list(context.tasks)
+        self._updates = np.array([steps.update_of[variant] for variant in context.variants], np.int64)
+        self._numbers = Numbers(steps, context.variants, context.device)
+        names = [tuple(own.keys["optimizer"]) for own in steps.updates]
+        updates = _UpdateSlices(self._updates, names)
+        stepper = Stepper(self._first, programs, {}, updates, variants=self._numbers)
         trials = RowTrials(steps.ignores_padding, steps.rows_are_independent)
         super().__init__(programs, stepper, trials, context.device)
         self.stacked = StackedState(self._from_models(members), len(members), states.Rows(context.device))
@@ -79,30 +84,37 @@ class KerasTorchEngine(ProgramEngine[TorchSteps]):
             raise InputError(
                 f"member {self._first!r} has no trainable variable. Set trainable=True on what is to be trained."
             )
-        own = self._steps.own
         self._batch = 0
         if kind != "predict":
             self._try_results()
-        args = {
-            "evaluate": (self._reading(self.state, self.state["metrics"]), self.shared, batch.data, None),
-            "predict": (self._reading(self.state), self.shared, batch.data),
-        }
         try:
             if kind == "train":
+                self._compare_reading(batch)
                 rest = (self.stepper.coefficients.one(self.state, hyper), active, batch.data, None)
-                self.programs.ready_to_train((self.state, self.shared), rest, shared_data=batch.shared)
+                state = self.stepper.with_numbers(kind, self.state, batch, None)
+                self.programs.ready_to_train((state, self.shared), rest, shared_data=batch.shared)
             else:
-                self.programs.program(kind, args[kind], batch.shared)
+                state = self._reading(self.state, self.state["metrics"] if kind == "evaluate" else None)
+                rest = (batch.data, None) if kind == "evaluate" else (batch.data,)
+                state = self.stepper.with_numbers(kind, state, batch, None)
+                self.programs.program(kind, (state, self.shared, *rest), batch.shared)
         except CannotFuseError as error:
             error.shared = False  # in a step, Keras writes only to its own tensors
             raise
-        if own.apart is not None and len(self._members) > 1:
-            raise CannotFuseError(own.apart)
+        reason = self._steps.apart
+        if reason is not None and len(self._members) > 1:
+            raise CannotFuseError(reason)
         self._run_plainly()
+
+    def _compare_reading(self, batch: Batch) -> None:
+        """Raise `CannotFuseError` if members could be trained together, but not evaluated or asked to predict."""
+        self.stepper.with_numbers("evaluate", self._reading(self.state, self.state["metrics"]), batch, None)
+        inputs = replace(batch, data=self.inputs(batch.data))
+        self.stepper.with_numbers("predict", self._reading(self.state), inputs, None)
 
     def _run_plainly(self) -> None:
         """Become an engine that calls the model's own functions, if its steps are not pure functions."""
-        reason = self._steps.own.apart
+        reason = self._steps.apart
         if reason is not None and len(self._members) == 1:
             become_plain(self, self._members, reason)
 
@@ -125,13 +137,13 @@ class KerasTorchEngine(ProgramEngine[TorchSteps]):
         self._batch += 1
         there = self.tensor(np.flatnonzero(batch.counts > 0) if batch.slots is None else batch.slots)
         if batch.slots is None:
-            added = self._added(self.state, totals, batch)
+            added = self._added(self.state, totals, batch, None)
             if len(there) == self.stacked.width:
                 return added
             added = map_tree(lambda t: t.index_select(0, there), added)
         else:
             some = map_tree(lambda t: t.index_select(0, there), totals)
-            added = self._added(states.select(self.state, there), some, batch)
+            added = self._added(states.select(self.state, there), some, batch, self.slots[batch.slots])
         return {name: total.index_copy(0, there, added[name]) for name, total in totals.items()}
 
     def values(self, totals: Tensors) -> dict[str, np.ndarray]:
@@ -142,7 +154,9 @@ class KerasTorchEngine(ProgramEngine[TorchSteps]):
         """Return the outputs of some members, or of all, as NumPy arrays `(member, row, …)`."""
         self._batch += 1
         state = self.state if positions is None else self.read(positions, ("params", "buffers", "member"))
-        return self.programs.predict((self._reading(state), self.shared, batch.data), shared_data=batch.shared)
+        rows = None if positions is None else np.asarray(positions)
+        reading = self.stepper.with_numbers("predict", self._reading(state), batch, None, rows)
+        return self.programs.predict((reading, self.shared, batch.data), shared_data=batch.shared)
 
     def inputs(self, data: Tree) -> Tree:
         """Return the x of (x,), (x, y) and (x, y, sample_weight), or the data themselves."""
@@ -152,22 +166,22 @@ class KerasTorchEngine(ProgramEngine[TorchSteps]):
 
     def still_shared(self, members: Sequence[Member]) -> bool:
         """Return True if all members are compiled as they were when the lane was made."""
-        if any(own.stale for own in self._steps.by_task):
+        if self._steps.stale:
             return False
         return all(task_of(m.model) is task for m, task in zip(members, self._member_tasks, strict=True))
 
     def optimizer_tensors(self, position: int) -> Collection[str] | None:
         """Return the names of the variables that a member's own optimizer has."""
-        return self._steps.by_task[self._tasks[position]].keys["optimizer"]
+        return self._steps.updates[self._updates[position]].keys["optimizer"]
 
     def _held_by(self, positions: Positions, members: Sequence[Member]) -> State:
         """Return the weights and the optimizer's variables that the models of some members hold.
 
         A member whose own optimizer does not have a variable has zeros there.
         """
-        numbers = self._tasks[np.asarray(positions, np.int64)]
-        found = [self._steps.by_task[own].state(m.model) for own, m in zip(numbers, members, strict=True)]
-        if self._tasks.any():
+        numbers = self._updates[np.asarray(positions, np.int64)]
+        found = [self._steps.updates[own].state(m.model) for own, m in zip(numbers, members, strict=True)]
+        if self._updates.any():
             found = with_all_names(found, torch.zeros_like)
         return stack(
             [{part: own[part] for part in self.parts_in_models} for own in found],
@@ -178,8 +192,13 @@ class KerasTorchEngine(ProgramEngine[TorchSteps]):
         """Copy the state of some members into their models and optimizers."""
         state = self.stacked.read(positions, self.parts_in_models, copy=False)
         for row, (position, member) in enumerate(zip(positions, members, strict=True)):
-            own = self._steps.by_task[self._tasks[position]]
+            own = self._steps.updates[self._updates[position]]
             own.write_back(member.model, map_tree(lambda tensor, row=row: tensor[row], state))
+
+    def give_slots(self, positions: Positions) -> None:
+        """Give slots to these members from now on. The others rest."""
+        super().give_slots(positions)
+        self._numbers.slots = self.slots
 
     def gather(self, positions: Positions, members: Sequence[Member]) -> None:
         """Copy the state that the models of some members hold into the state here."""
@@ -194,7 +213,8 @@ class KerasTorchEngine(ProgramEngine[TorchSteps]):
             InputError: The batch does not fit. The message has the shapes and the model's own error.
         """
         with self._trying(batch, name) as (one, few):
-            self._steps.own.build(few)
+            for own in self._steps.by_variant:
+                own.build(few)
             one["metrics"] = self._fresh_metrics(1)
             self._steps.evaluate(one, self.shared, few, None, ALONE)
             with suppress(Exception):  # a forward pass for training may assign values that the other does not
@@ -221,6 +241,7 @@ class KerasTorchEngine(ProgramEngine[TorchSteps]):
 
     def _try_results(self) -> None:
         # Metrics are read once an epoch. If this fails for all members at once, it must be known before.
+        self._numbers.refuse_other_results(self.state)
         try:
             self.values(self.state["metrics"])
         except Exception as error:  # a metric may raise anything
@@ -228,8 +249,10 @@ class KerasTorchEngine(ProgramEngine[TorchSteps]):
                 raise CannotFuseError(f"a metric can't be computed for all members at once: {error}") from error
             raise
 
-    def _added(self, state: State, totals: Tensors, batch: Batch) -> Tensors:
-        args = (self._reading(state, totals), self.shared, batch.data, batch.weights)
+    def _added(self, state: State, totals: Tensors, batch: Batch, positions: np.ndarray | None) -> Tensors:
+        reading = self._reading(state, totals)
+        reading = self.stepper.with_numbers("evaluate", reading, batch, batch.weights, positions)
+        args = (reading, self.shared, batch.data, batch.weights)
         return self.programs.evaluate(args, shared_data=batch.shared)
 
     def _fresh_metrics(self, width: int) -> Tensors:
@@ -261,11 +284,16 @@ class KerasTorchEngine(ProgramEngine[TorchSteps]):
 
 def apart(programs: Programs[TorchSteps]) -> str | None:
     """Return why a lane of these programs runs plainly, as far as is known."""
-    return next((own.apart for own in programs.steps.by_task if own.apart is not None), None)
+    return programs.steps.apart
 
 
-class _TaskSlices:
-    """Slices of members with the same task, without numbers: a Keras optimizer keeps its numbers in variables.
+def _first_models(context: LaneContext[Task, Programs[TorchSteps]]) -> list[tuple[Model, Task]]:
+    """Return the model and the task of the first member of each variant."""
+    return [(context.members[position].model, context.tasks[position]) for position in context.firsts]
+
+
+class _UpdateSlices:
+    """Slices of members with the same update, without numbers: a Keras optimizer keeps its numbers in variables.
 
     See `stepping.CoefficientSource`.
     """

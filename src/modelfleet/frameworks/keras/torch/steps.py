@@ -1,8 +1,10 @@
 """Steps of a lane of Keras models on torch, as the torch engine calls them."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import copy
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Self
 
 import keras
 import torch
@@ -12,17 +14,22 @@ from modelfleet.frameworks.errors import FINE, GRADIENT, LOSS
 from modelfleet.frameworks.functional import padding_trial
 from modelfleet.frameworks.keras.custom_objects import own_python
 from modelfleet.frameworks.keras.steps import Steps
+from modelfleet.frameworks.keras.structure import Weight, signature
 from modelfleet.frameworks.keras.task import Task
 from modelfleet.frameworks.keras.torch.contexts import STREAM_DRAWS, unfiltered_errors
 from modelfleet.frameworks.torch import arrays
 from modelfleet.frameworks.torch.base import on_host
+from modelfleet.frameworks.torch.fused.arguments import Key, numbers_key
 from modelfleet.frameworks.torch.fused.mapping import mapped
 from modelfleet.frameworks.torch.fused.steps_protocol import How, Tensors, drawing
 from modelfleet.frameworks.torch.fused.updating import keep_new
 from modelfleet.frameworks.torch.modes import training_modes
 from modelfleet.frameworks.torch.optimizers.counting import CoefficientsBySlice
+from modelfleet.frameworks.torch.tracing.number_rules import changes
+from modelfleet.frameworks.torch.tracing.recording import Origin, Recording, recording
+from modelfleet.frameworks.torch.tracing.replaying import replaying
 from modelfleet.trees import leaves, map_tree
-from modelfleet.types import Model, State, Tree
+from modelfleet.types import Model, Signature, State, Tree
 
 PARTS = ("params", "buffers", "optimizer", "metrics")
 
@@ -34,18 +41,61 @@ class TorchSteps:
     contiguous = False
     differentiates = False
 
-    def __init__(self, models: Sequence[tuple[Model, Task]]) -> None:
-        """Make the steps, from the different tasks of the lane's members, each with the model of one."""
-        self.model, self.task = models[0]
+    def __init__(self, variants: Sequence[tuple[Model, Task]]) -> None:
+        """Make the steps, from the variants of the lane's members, each with the model of one."""
+        self.model, self.task = variants[0]
         self.modes = training_modes(self.model)
-        self.by_task = [Steps(model) for model, _ in models]
-        self.own = self.by_task[0]
+        self.by_variant = [Steps(model) for model, _ in variants]
+        self.own = self.by_variant[0]
+        structures = [signature(model) for model, _ in variants]
+        tasks = [task for _, task in variants]
+        self.forward_of, self.first_variants = _numbered(
+            [
+                (own, task.key if task.forward is None else task.forward)
+                for own, task in zip(structures, tasks, strict=True)
+            ]
+        )
+        """Which kind of forward pass each variant has; and the first variant of each."""
+        self.update_of, firsts = _numbered(
+            [(constraints(own), task.optimizer) for own, task in zip(structures, tasks, strict=True)]
+        )
+        """Which kind of update each variant has."""
+        self.updates = [self.by_variant[number] for number in firsts]
         self.unused: frozenset[str] = frozenset()
+        self.members_differ = len(self.first_variants) > 1
+        # By kind and form of a batch, those of each kind of forward pass.
+        self.recordings: dict[Key, list[Recording]] = {}
+        self.known_recordings: dict[Hashable, int] = {}  # numbered, without the numbers in which members differ
 
     @property
     def can_mask_rows(self) -> bool:
         """Return True if the loss and every metric can leave out padded rows by weights."""
         return self.own.can_mask_rows
+
+    @property
+    def apart(self) -> str | None:
+        """Return why these are not the steps that Keras would take, as far as is known."""
+        return next((own.apart for own in self.by_variant if own.apart is not None), None)
+
+    @property
+    def stale(self) -> bool:
+        """Return True if a model was changed or compiled again since these steps were made."""
+        return any(own.stale for own in self.by_variant)
+
+    def of_variant(self, number: int) -> Self:
+        """Return steps that run the Python of a variant's model."""
+        found = copy.copy(self)
+        found.own = self.by_variant[number]
+        found.model = found.own.model
+        found.modes = training_modes(found.model)
+        return found
+
+    def variants_by_forward(self, together: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the variants with these kinds of forward passes."""
+        return [
+            [variant for variant, number in enumerate(self.forward_of) if number in numbers]
+            for numbers in together
+        ]
 
     def roots(self) -> list[tuple[str, object]]:
         """Return everything whose Python runs while a step is traced, by the names that messages use."""
@@ -77,10 +127,11 @@ class TorchSteps:
         if len(coefficients) > 1:
             found = self.gradients(state, shared, data, weights, how)
             return self.apply(state, shared, coefficients, active, found, how)
-        own, steps = {part: state[part] for part in PARTS}, self.by_task[_rule(coefficients)]
+        own, steps = _given(state, PARTS, how), self.updates[_rule(coefficients)]
+        key = numbers_key("train", data, weights, shared=how.shared_data)
 
         def step(own: State, data: Tree, weights: Tensor | None) -> Tree:
-            return self._applied(steps, own, self._gradients(own, data, weights, fused=how.fused))
+            return self._applied(steps, own, self._gradients(own, data, weights, fused=how.fused, key=key))
 
         with self._keras(state, how.fused):
             found = mapped(step, (own, data, weights), _axes(how), fused=how.fused)
@@ -88,11 +139,12 @@ class TorchSteps:
 
     def gradients(self, state: State, shared: Tensors, data: Tree, weights: Tensor | None, how: How) -> Tree:
         """Return every member's gradients, and its loss, buffers and metrics."""
+        key = numbers_key("train", data, weights, shared=how.shared_data)
 
         def found(own: State, data: Tree, weights: Tensor | None) -> Tree:
-            return self._gradients(own, data, weights, fused=how.fused)
+            return self._gradients(own, data, weights, fused=how.fused, key=key)
 
-        own = {part: state[part] for part in PARTS}
+        own = _given(state, PARTS, how)
         with self._keras(state, how.fused):
             return mapped(found, (own, data, weights), _axes(how), fused=how.fused)
 
@@ -113,7 +165,7 @@ class TorchSteps:
                     for one in coefficients
                 ]
             )
-        own, steps = {part: state[part] for part in PARTS}, self.by_task[_rule(coefficients)]
+        own, steps = {part: state[part] for part in PARTS}, self.updates[_rule(coefficients)]
         with self._keras(state, how.fused):
             new = mapped(partial(self._applied, steps), (own, found), (0, 0), fused=how.fused)
         return self._keep(state, active, *new)
@@ -149,21 +201,25 @@ class TorchSteps:
 
     def evaluate(self, state: State, shared: Tensors, data: Tree, weights: Tensor | None, how: How) -> Tensors:
         """Return the metrics `(member, …)` of a state with a batch added."""
+        key = numbers_key("evaluate", data, weights, shared=how.shared_data)
 
         def add(own: State, data: Tree, weights: Tensor | None) -> Tree:
-            return self.own.evaluate(own["params"], own["buffers"], own["metrics"], data, weights)[0]
+            with self._replay(key, own):
+                return self.own.evaluate(own["params"], own["buffers"], own["metrics"], data, weights)[0]
 
-        own = {part: state[part] for part in ("params", "buffers", "metrics")}
+        own = _given(state, ("params", "buffers", "metrics"), how)
         with torch.no_grad(), self._keras(state, how.fused):
             return mapped(add, (own, data, weights), _axes(how), fused=how.fused)
 
     def predict(self, state: State, shared: Tensors, data: Tree, how: How) -> Tree:
         """Return the outputs `(member, row, …)` on a batch of inputs."""
+        key = numbers_key("predict", data, None, shared=how.shared_data)
 
         def output_of(own: State, data: Tree) -> Tree:
-            return self.own.predict(own["params"], own["buffers"], data)[0]
+            with self._replay(key, own):
+                return self.own.predict(own["params"], own["buffers"], data)[0]
 
-        own = {part: state[part] for part in ("params", "buffers")}
+        own = _given(state, ("params", "buffers"), how)
         with torch.no_grad(), self._keras(state, how.fused):
             return mapped(output_of, (own, data), _axes(how)[:2], fused=how.fused)
 
@@ -172,11 +228,47 @@ class TorchSteps:
         with torch.no_grad():
             return mapped(self.own.results, (metrics,), (0,), fused=fused)
 
-    def _gradients(self, own: State, data: Tree, weights: Tensor | None, *, fused: bool) -> Tree:
+    def recorded(self, kind: str, one: State, data: Tree, weights: Tensor | None) -> Recording:
+        """Return the calls that the Python of a step makes for a member, whose state has no member axis."""
+        optimizer = {
+            name: tensor for name, tensor in one.get("optimizer", {}).items() if name in self.own.keys["optimizer"]
+        }
+        train = kind == "train"
+        with torch.set_grad_enabled(train), self._keras({"member": _with_axis(one["member"])}, fused=False):
+            params = {name: p.detach().requires_grad_(train) for name, p in one.get("params", {}).items()}
+            own = {**one, "params": params, "optimizer": optimizer}
+            batch = leaves((data, weights))
+            given = {
+                **{Origin(part, name): own[part][name] for part in PARTS for name in own.get(part, ())},
+                **{Origin("input", place): tensor for place, tensor in enumerate(batch)},
+            }
+            with recording(given) as recorder:
+                if kind == "results":
+                    recorder.returned(self.own.results(own["metrics"]))
+                elif kind == "predict":
+                    recorder.returned(self.own.predict(params, own["buffers"], data)[0])
+                elif kind == "evaluate":
+                    recorder.returned(self.own.evaluate(params, own["buffers"], own["metrics"], data, weights)[0])
+                else:
+                    recorder.returned(
+                        self.own.loss(params, own["buffers"], own["metrics"], optimizer, data, weights)
+                    )
+        return recorder.recording
+
+    def _replay(self, key: Key, own: State) -> AbstractContextManager[None]:
+        """Return the context in which the first member's Python computes with the numbers of every member."""
+        numbers = own.get("numbers")
+        if numbers is None:
+            return nullcontext()
+        expected = self.recordings[key][0]
+        return replaying(expected, changes(expected, numbers))
+
+    def _gradients(self, own: State, data: Tree, weights: Tensor | None, *, fused: bool, key: Key = ()) -> Tree:
         """Return one member's gradients, and its loss, buffers and metrics. Unused variables have no gradient."""
 
         def loss_of(params: dict[str, Tensor]) -> tuple[Tensor, Tree]:
-            return self.own.loss(params, own["buffers"], own["metrics"], own["optimizer"], data, weights)
+            with self._replay(key, own):
+                return self.own.loss(params, own["buffers"], own["metrics"], own["optimizer"], data, weights)
 
         if fused:
             gradients, aux = torch.func.grad(loss_of, has_aux=True)(own["params"])
@@ -190,6 +282,14 @@ class TorchSteps:
         return map_tree(torch.Tensor.detach, (gradients, aux))
 
     def ignores_padding(self, one: State, data: Tree, real: int) -> bool:
+        """Return True if padding has no influence, whichever numbers a member has (see `_ignores_padding`)."""
+        return all(self.of_variant(own)._ignores_padding(one, data, real) for own in self.first_variants)
+
+    def rows_are_independent(self, one: State, inputs: Tree) -> bool:
+        """Return True if the output for a row depends on that row alone, whichever numbers a member has."""
+        return all(self.of_variant(own)._rows_are_independent(one, inputs) for own in self.first_variants)
+
+    def _ignores_padding(self, one: State, data: Tree, real: int) -> bool:
         """Return True if a member's step on `real` rows stays the same with padding of weight 0 behind them.
 
         Random weights are tried, too: a member's own weights may hide an influence (see `functional.padding`).
@@ -219,7 +319,7 @@ class TorchSteps:
             return False
         return True
 
-    def rows_are_independent(self, one: State, inputs: Tree) -> bool:
+    def _rows_are_independent(self, one: State, inputs: Tree) -> bool:
         """Return True if a member's output for a row depends on that row alone, by trials like those above."""
         rows = len(leaves(inputs)[0])
         few = map_tree(lambda t: t[: (rows + 1) // 2], inputs)
@@ -242,6 +342,30 @@ class TorchSteps:
         device = state["member"]["seed"].device
         with keras.device(str(device)), STREAM_DRAWS, unfiltered_errors(), drawing(state["member"], fused=fused):
             yield
+
+
+def constraints(structure: Signature) -> Hashable:
+    """Return the constraints of a model's weights, which an update applies."""
+    return tuple(own.constraint for _, own in structure.entries if isinstance(own, Weight))
+
+
+def _numbered(keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:
+    """Return the number of each key among the different ones, and where each of these comes first."""
+    known: dict[Hashable, int] = {}
+    numbers = [known.setdefault(key, len(known)) for key in keys]
+    return numbers, [numbers.index(number) for number in range(len(known))]
+
+
+def _given(state: State, parts: Sequence[str], how: How) -> State:
+    """Return some parts of a state, and the numbers of the members if they differ in some."""
+    return {
+        part: state[part] for part in (*parts, "numbers") if part in state and (part != "numbers" or how.fused)
+    }
+
+
+def _with_axis(member: Tensors) -> Tensors:
+    """Return the seed and the step of a member with a member axis."""
+    return {name: member[name][None] for name in ("seed", "step")}
 
 
 def _rule(coefficients: CoefficientsBySlice) -> int:

@@ -16,9 +16,7 @@ from modelfleet.frameworks.stacked import Positions
 from modelfleet.frameworks.torch.fused import packing
 from modelfleet.frameworks.torch.fused import state as states
 from modelfleet.frameworks.torch.fused.programs import OwnSteps, Programs
-from modelfleet.frameworks.torch.fused.steps import Steps
-from modelfleet.frameworks.torch.fused.steps_protocol import How, Tensors
-from modelfleet.frameworks.torch.fused.variants import Variants
+from modelfleet.frameworks.torch.fused.steps_protocol import How, LaneSteps, Tensors
 from modelfleet.frameworks.torch.model_locks import locked_in_mode
 from modelfleet.frameworks.torch.optimizers.counting import CoefficientsBySlice
 from modelfleet.frameworks.torch.parallel.fused import RowDivision
@@ -51,6 +49,38 @@ class CoefficientSource(Protocol):
         ...
 
 
+class NumberSource(Protocol):
+    """Source of the numbers in which the members of a lane differ, like `variants.Variants`."""
+
+    slots: np.ndarray
+    """Position of the member in each slot."""
+
+    def given(
+        self,
+        kind: str,
+        state: State,
+        data: Tree,
+        weights: Tensor | None,
+        positions: np.ndarray | None = None,
+        *,
+        shared: bool,
+    ) -> State:
+        """Return a state with the numbers that a step on such a batch computes with."""
+        ...
+
+    def check(self) -> None:
+        """Read the members' numbers again if their Python has changed."""
+        ...
+
+    def steps_of(self, position: int) -> LaneSteps:
+        """Return the steps that run the Python of a member, or of one with the same numbers."""
+        ...
+
+    def cut(self, state: State, position: int) -> State:
+        """Return the state of a member in its own shapes, for `steps_of`."""
+        ...
+
+
 class Stepper(Generic[OwnSteps]):
     """Takes the train steps of a lane.
 
@@ -71,7 +101,7 @@ class Stepper(Generic[OwnSteps]):
         coefficients: CoefficientSource,
         *,
         division: RowDivision | None = None,
-        variants: Variants | None = None,
+        variants: NumberSource | None = None,
     ) -> None:
         self.shared = shared
         self.coefficients = coefficients
@@ -154,7 +184,7 @@ class Stepper(Generic[OwnSteps]):
             self.remember_unfusable("train", batch, error)
             if len(state["member"]["seed"]) > 1:
                 raise
-        steps: OwnSteps | Steps = self._programs.steps
+        steps: LaneSteps = self._programs.steps
         if self._variants is not None:
             position = (self._variants.slots if positions is None else positions)[0]
             steps, state = self._variants.steps_of(position), self._variants.cut(state, position)

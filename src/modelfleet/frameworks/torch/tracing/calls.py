@@ -15,6 +15,8 @@ from modelfleet.frameworks.structure import is_importable
 from modelfleet.frameworks.torch.values import Freezer
 
 Function = Callable[..., Any]
+# Not told of: a fake tensor's device is an attribute of Python, so it would be read unseen while a step is traced.
+_DEVICE = torch.Tensor.device.__get__  # pyrefly: ignore[missing-attribute]
 Path = tuple[str | int, ...]
 """Where a value is among the arguments: the parameter's name or the position, then the indices within."""
 
@@ -183,6 +185,8 @@ class CallMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if func == _DEVICE:
+            return func(*args, **(kwargs or {}))
         if func is custom_function_call:  # what torch calls for a custom function below vmap
             return self.seen(CustomFunction(args[0], func), args[1:], kwargs or {})
         return self.seen(func, args, kwargs or {})

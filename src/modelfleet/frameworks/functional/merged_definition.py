@@ -2,22 +2,18 @@
 
 import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.engine import Hyper
 from modelfleet.frameworks.errors import CannotFuseError
-from modelfleet.frameworks.functional import Definition, State
-from modelfleet.frameworks.jax.merging import DifferenceError, MergedFunction, classes
-from modelfleet.frameworks.jax.settings import settings
+from modelfleet.frameworks.functional.contract import Definition, Function
 from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.members import Member
 from modelfleet.trees import map_tree
-from modelfleet.types import Arrays, Tensor, Tree
+from modelfleet.types import Arrays, State, Tensor, Tree
 
 Own = TypeVar("Own", bound=Definition)
 Step = Literal["gradients", "apply", "train", "evaluate", "predict", "results"]
@@ -32,6 +28,63 @@ _NAMES: dict[Step, str] = {  # of steps, for messages
 }
 
 
+class DifferenceError(Exception):
+    """Raised if two traced functions differ in more than numbers. The message is a part of a sentence."""
+
+
+class Merged(Protocol):
+    """Function of one of several variants, merged from what was traced of each."""
+
+    tables: list[np.ndarray]
+    """Numbers that differ, each `(variant, …)`."""
+
+
+class Merger(Protocol):
+    """What a framework traces functions to, and how it merges what was traced."""
+
+    def shapes(self, args: tuple[Tree, ...]) -> tuple[tuple[Tree, ...], Hashable]:
+        """Return arguments to trace with, and a key that arguments of other shapes do not have."""
+        ...
+
+    def trace(self, function: Function, shapes: tuple[Tree, ...]) -> tuple[Any, Hashable]:
+        """Return a traced function, and the form of its results."""
+        ...
+
+    def merge(self, traced: Sequence[Any]) -> Merged:
+        """Return traced functions as one.
+
+        Raises:
+            DifferenceError: They differ in more than numbers.
+        """
+        ...
+
+    def run(self, merged: Any, form: Any, variant: Tensor, args: tuple[Tree, ...]) -> Tree:
+        """Return the results of a variant, by its number, in the form that `trace` returned."""
+        ...
+
+    def pick(self, numbers: np.ndarray, variant: Tensor) -> Tensor:
+        """Return the number that an array `(variant,)` has for a variant."""
+        ...
+
+
+def classes(merger: Merger, traced: Sequence[Any]) -> tuple[list[list[int]], str]:
+    """Return the numbers of variants that can be merged with each other, and how the second class differs."""
+    found: list[list[int]] = []
+    reasons: list[str] = []
+    for number, own in enumerate(traced):
+        for together in found:
+            try:
+                merger.merge([traced[together[0]], own])
+            except DifferenceError as error:
+                reasons.append(str(error))
+                continue
+            together.append(number)
+            break
+        else:
+            found.append([number])
+    return found, reasons[0] if reasons else "together they have too many numbers"
+
+
 class MergedDefinition(Definition, Generic[Own]):
     """Definitions of several variants as one (see `functional.Definition`).
 
@@ -39,6 +92,7 @@ class MergedDefinition(Definition, Generic[Own]):
     variant. Updates are merged for each kind of optimizer on its own: see `by_task`.
 
     Args:
+        merger: Traces and merges the steps.
         definitions: The definition of each variant.
         numbers: The variant of each member of a lane, by the member's name.
         difference: A function of the numbers of two variants that returns what differs between them.
@@ -46,16 +100,18 @@ class MergedDefinition(Definition, Generic[Own]):
 
     def __init__(
         self,
+        merger: Merger,
         definitions: Sequence[Own],
         numbers: Mapping[str, int],
         difference: Callable[[int, int], str],
     ) -> None:
+        self._merger = merger
         self.definitions: list[Own] = list(definitions)
         self.variants = len(definitions)
         self.task = definitions[0].task
         self._numbers = numbers
         self._difference = difference
-        self._known: dict[Hashable, tuple[MergedFunction, Any]] = {}
+        self._known: dict[Hashable, tuple[Merged, Any]] = {}
         self._forms: dict[Hashable, Any] = {}  # names, shapes and dtypes of members' states, by kind of optimizer
         self._among: Sequence[int] = range(len(definitions))  # variants whose steps these are
         # As the models are now: they may be changed later, and these definitions still be in use.
@@ -144,7 +200,7 @@ class MergedDefinition(Definition, Generic[Own]):
     def try_out(self, state: State, batch: Tree) -> None:
         """Try a member on a few rows. Whether the other variants do the same is known when steps are merged."""
         self.first.try_out(state, batch)
-        jax.eval_shape(self.results, self.fresh_metrics())
+        self._try_step(self.results, self.fresh_metrics())
 
     def fresh_metrics(self) -> Arrays:
         """Return a member's metrics before the first batch."""
@@ -155,13 +211,17 @@ class MergedDefinition(Definition, Generic[Own]):
         state = map_tree(lambda t: t[0], stacked)
         data = batch.data if batch.shared else map_tree(lambda t: t[0], batch.data)
         own = {part: state[part] for part in ("params", "buffers", "member", "numbers")}
-        jax.eval_shape(self.evaluate, own, state["metrics"], data, None)
+        self._try_step(self.evaluate, own, state["metrics"], data, None)
         try:
-            jax.eval_shape(self.predict, own, self.inputs(data))
+            self._try_step(self.predict, own, self.inputs(data))
         except CannotFuseError:
             raise
         except Exception:  # an objective may take batches that the model itself does not
             return
+
+    def _try_step(self, step: Function, *args: Tree) -> None:
+        """Trace a step, and raise what that raises."""
+        self._merger.trace(step, self._merger.shapes(args)[0])
 
     # --- steps -----------------------------------------------------------------------------------------------
 
@@ -202,44 +262,43 @@ class MergedDefinition(Definition, Generic[Own]):
         found = self._merged(step, args)
         if found is None:
             return getattr(self.first, step)(*args)
-        merged, tree = found
+        merged, form = found
         rows = np.zeros(len(self.definitions), np.int32)  # of the tables, by variant
         for row, own in enumerate(self._different(step)):
             rows[own] = row
         variant = args[0]["numbers"]["variant"]
         if (rows != np.arange(len(rows))).any():
-            variant = jnp.asarray(rows)[variant]
-        return jax.tree.unflatten(tree, merged(variant, *jax.tree.leaves(args)))
+            variant = self._merger.pick(rows, variant)
+        return self._merger.run(merged, form, variant, args)
 
-    def _merged(self, step: Step, args: tuple[Tree, ...]) -> tuple[MergedFunction, Any] | None:
+    def _merged(self, step: Step, args: tuple[Tree, ...]) -> tuple[Merged, Any] | None:
         """Return a step for arguments like these, and the form of its results; None if all do the same."""
         different = self._different(step)
         if len(different) == 1:
             return None
-        shapes = jax.tree.map(_shape, args)
-        leaves, tree = jax.tree.flatten(shapes)
-        key = step, tree, tuple((s.shape, s.dtype, s.weak_type) for s in leaves), tuple(settings().items())
+        shapes, form = self._merger.shapes(args)
+        key = step, form
         if key not in self._known:
             self._known[key] = self._merge(step, shapes, different)
         return self._known[key]
 
     def _merge(
         self, step: Step, shapes: tuple[Tree, ...], different: Sequence[Sequence[int]]
-    ) -> tuple[MergedFunction, Any]:
+    ) -> tuple[Merged, Any]:
         firsts = [own[0] for own in different]
         steps = [getattr(self.definitions[number], step) for number in firsts]
-        traced = [jax.make_jaxpr(own, return_shape=True)(*shapes) for own in steps]
-        jaxprs, forms = [jaxpr for jaxpr, _ in traced], [jax.tree.structure(results) for _, results in traced]
+        found = [self._merger.trace(own, shapes) for own in steps]
+        traced, forms = [own for own, _ in found], [form for _, form in found]
         other = next((number for number, form in enumerate(forms) if form != forms[0]), None)
         if other is not None:
             what = self._difference(firsts[other], firsts[0])
             raise CannotFuseError(f"{what}, with which its {_NAMES[step]} returns other parts")
         try:
-            return MergedFunction(jaxprs), forms[0]
+            return self._merger.merge(traced), forms[0]
         except DifferenceError:
-            found, reason = classes(jaxprs)
-        what = self._difference(firsts[found[-1][0] or 1], firsts[0])
-        together = [[number for row in rows for number in different[row]] for rows in found]
+            alike, reason = classes(self._merger, traced)
+        what = self._difference(firsts[alike[-1][0] or 1], firsts[0])
+        together = [[number for row in rows for number in different[row]] for rows in alike]
         # Variants of other kinds of optimizers may stay with the first of these.
         together[0] += [number for number in range(len(self.definitions)) if number not in self._among]
         raise CannotFuseError(
@@ -260,8 +319,3 @@ class MergedDefinition(Definition, Generic[Own]):
     def label_check(self, output_shape: tuple[int, ...]) -> Callable[[Tree], None] | None:
         """Return a function that raises for a batch with targets out of range; None if nothing can be checked."""
         return self.first.label_check(output_shape)
-
-
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    weak = bool(getattr(leaf, "weak_type", False))
-    return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf), weak_type=weak)
