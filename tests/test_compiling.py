@@ -576,6 +576,23 @@ def test_compiling_at_once_that_fails_leaves_the_training_as_it_is(
     assert fit(other, (X, Y), epochs=3, batch_size=8).to_dict() == history.to_dict()
 
 
+def test_a_compiler_that_is_missing_is_tried_twice(
+    told: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODELFLEET_COMPILE", "now")
+    tries = []
+
+    def fails(*args: Any) -> Any:
+        tries.append(args)
+        raise RuntimeError("No working C++ compiler found")
+
+    monkeypatch.setattr(compiler, "compile_first", fails)
+    fleet = fleet_of(2, **RECIPE)
+    for size in (4, 8, 10, 20):  # a program each
+        assert not fit(fleet, (X, Y), epochs=1, batch_size=size).failed
+    assert len(tries) == 2
+
+
 def test_a_compiled_step_whose_mark_cannot_be_written_is_used(
     told: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -94,6 +94,8 @@ class Compiler:
         wanted = compile_mode()
         if wanted == "never":
             self._done = True
+        elif wanted == "now" and _no_compiler():
+            self._fail(_failures[-1])
         elif wanted == "now":
             self._load(self._forms())
         elif seconds_per_step is not None:
@@ -210,6 +212,11 @@ class Compiler:
 
 
 _failures: list[str] = []  # why steps could not be compiled
+
+
+def _no_compiler() -> bool:
+    """Return True if two programs could not be compiled for the same reason: it is not in the programs."""
+    return len(_failures) > 1 and _failures[-1] == _failures[-2]
 
 
 def _report_failure(reason: str) -> None:
