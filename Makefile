@@ -21,7 +21,7 @@ demo: $(VENV)/.demo  ## 64 variants of a network on one device, in under a minut
 
 # With bytecode kept, whatever the environment says: a hundred processes are started.
 test: lint  ## lint, types and all tests
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal --durations=40
 
 quick: setup  ## what to run after each edit: the tests that take neither processes nor compilers, a few minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow' $(QUICK)

@@ -49,8 +49,8 @@ def test_replicas_on_both_devices_answer_as_the_model() -> None:
     model = on_the_second().eval()
     found = mf.map(model, mf.each({"ada": X, "bob": X[:7]}), devices=BOTH, batch_size=8)
     expected = model(torch.from_numpy(X).to("standin:1")).detach().cpu().numpy()
-    np.testing.assert_array_equal(found["ada"], expected)
-    np.testing.assert_array_equal(found["bob"], expected[:7])
+    np.testing.assert_allclose(found["ada"], expected, rtol=1e-5, atol=1e-6)  # in other batches
+    np.testing.assert_allclose(found["bob"], expected[:7], rtol=1e-5, atol=1e-6)
 
 
 def test_each_rank_takes_its_own_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

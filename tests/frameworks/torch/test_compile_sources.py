@@ -81,9 +81,10 @@ def test_a_program_of_one_width_is_found_in_the_cache() -> None:
 @pytest.fixture
 def restored() -> Iterator[None]:
     """Settings as they are now, afterwards."""
-    before = settings.present()
+    before = settings.present(), torch.get_float32_matmul_precision()
     yield
-    settings.apply(before)
+    settings.apply(before[0])
+    torch.set_float32_matmul_precision(before[1])
 
 
 def test_a_process_that_is_given_the_settings_of_another_finds_what_that_has_compiled(

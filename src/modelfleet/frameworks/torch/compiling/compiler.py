@@ -78,7 +78,7 @@ class Compiler:
         if self._done:
             if self._judge_at is not None:
                 self._judge(seconds_per_step)
-        elif time.monotonic() >= self._next_look:
+        elif time.monotonic() >= self._next_look or compile_mode() == "now":
             with TRACE_LOCK:
                 try:
                     self._consider(steps_left, seconds_per_step)
