@@ -487,6 +487,17 @@ def test_a_sweep_of_many_lanes_compiles_one_after_the_other(
 # --- the end of the program
 
 
+# Beside other tests, a compile process of low priority would begin minutes later.
+WORKER = """
+import importlib.util, sys
+from pathlib import Path
+spec = importlib.util.spec_from_file_location("worker", sys.argv[1])
+worker = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(worker)
+worker.lower_priority = lambda: None
+worker.main(Path(sys.argv[2]), int(sys.argv[3]))
+"""
+
 OWNER = """
 import sys
 import modelfleet as mf
@@ -496,9 +507,10 @@ decision.SECONDS_PER_NODE = decision.SECONDS_AT_LEAST = decision.SECONDS_TO_LOAD
 decision.SAVED_FRACTION, compile_queue.SETTLING_SECONDS = 1e9, 0.0
 start = compile_queue.subprocess.Popen
 def told(command, **options):
-    process = start(command, **options)
-    if "compiling/worker" in str(command):
-        print(process.pid, flush=True)
+    if "compiling/worker" not in str(command):
+        return start(command, **options)
+    process = start([*command[:-3], "-c", sys.argv[1], *command[-3:]], **options)
+    print(process.pid, flush=True)
     return process
 compile_queue.subprocess.Popen = told
 fleet = helpers.fleet_of(3)
@@ -518,7 +530,8 @@ def test_nothing_is_left_of_a_program_that_ends_while_it_compiles(end: str, tmp_
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, env=environment)
+    command = [sys.executable, "-c", OWNER, WORKER]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         assert owner.stdout is not None
         group = int(owner.stdout.readline())
