@@ -64,8 +64,9 @@ class Engine(ABC):
     def fused(self) -> bool:
         """Return True if a step is one program for all members."""
 
+    @property
     @abstractmethod
-    def time_ratio(self, pace: Pace) -> float:
+    def time_ratio(self) -> float:
         """Return how long the steps of a run will take, relative to now: less if they will be compiled."""
 
     @property

@@ -21,7 +21,7 @@ from modelfleet.runs.opening import LaneOpener, OpenLane
 
 PART_OF_RUN = 0.05  # fraction of a run's time that measuring may take
 FIRST_LOOK = 1.0  # seconds that may pass until the time of the run is known roughly
-SHORT_RUN: int = 150  # steps: a shorter run is over before measuring has paid off
+SHORT_RUN: int = 300  # steps: a shorter run is over before measuring has paid off
 UNKNOWN_STEPS = 1000  # assumed for an epoch of unknown length
 LEAST_SECONDS = 0.4  # enough to compare fused with apart; a run of a few seconds may take twice its part for it
 

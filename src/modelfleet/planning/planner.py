@@ -237,8 +237,7 @@ class Planner:
         self, opener: LaneOpener, opened: OpenLane, lanes: list[LaneSpec], budget: Budget
     ) -> list[LaneSpec]:
         """Return the lanes, narrower ones, or every member apart, by the time of a step of all members."""
-        spec, steps = opened.spec, total_steps(opened, opener.job)
-        spent = budget.spent
+        spec, spent = opened.spec, budget.spent
 
         def measure(part: LaneSpec, *, expected: float = 0.0, again: bool = False) -> float | None:
             feed = opener.part_of_feed(part, opened)
@@ -251,14 +250,14 @@ class Planner:
         wide = measure(lanes[0])
         if wide is None:
             return lanes
-        budget.predict(wide * len(lanes) * steps)
+        budget.predict(wide * len(lanes) * total_steps(opened, opener.job))
         apart = measure(single)
         narrower = measure(narrow[0], expected=OTHER_WIDTH_SECONDS) if narrow else None
 
         def step_of_all(seconds: float | None, count: float) -> float:
             return math.inf if seconds is None else seconds * count
 
-        ratio = opened.lane.engine.time_ratio((steps, wide))
+        ratio = opened.lane.engine.time_ratio
         in_narrow = step_of_all(narrower, ratio * len(narrow))
         one_by_one = step_of_all(apart, spec.width)
         if budget.spent > spent and min(in_narrow, one_by_one) < wide * ratio * len(lanes):

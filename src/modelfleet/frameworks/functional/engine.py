@@ -44,7 +44,8 @@ class FunctionalEngine(FunctionalState):
         """Return the reason why every step runs its Python code; None if steps are traced."""
         return self.programs.untraced
 
-    def time_ratio(self, pace: Pace) -> float:
+    @property
+    def time_ratio(self) -> float:
         """Return 1: the programs that are measured are compiled already."""
         return 1.0
 

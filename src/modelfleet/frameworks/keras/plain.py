@@ -47,6 +47,7 @@ class PlainEngine(Engine):
     programs = None
     steps_per_call = 1
     fused = False
+    time_ratio = 1.0
     untraced: str | None = None
     compiling = False
     positions = slots = np.zeros(1, dtype=np.int64)
@@ -87,10 +88,6 @@ class PlainEngine(Engine):
     def program(self) -> str:
         """Return how the train steps run."""
         return "Keras's own train step, eager" if self.model.run_eagerly else "Keras's own train step"
-
-    def time_ratio(self, pace: Pace) -> float:
-        """Return 1: nothing is compiled during the training."""
-        return 1.0
 
     def stop(self) -> None:
         """Do nothing: nothing runs beside the steps."""

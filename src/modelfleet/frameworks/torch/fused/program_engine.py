@@ -97,9 +97,10 @@ class ProgramEngine(TorchEngine, StackedEngine, Generic[OwnSteps]):
         """Return True if a program is being compiled beside the training."""
         return self.programs.compiling
 
-    def time_ratio(self, pace: Pace) -> float:
+    @property
+    def time_ratio(self) -> float:
         """Return how long the steps of a run will take, relative to now: less if they will be compiled."""
-        return self.programs.time_ratio(pace)
+        return self.programs.time_ratio
 
     def stop(self) -> None:
         """Stop every compiler that is still at work."""

@@ -105,12 +105,13 @@ class Programs(Generic[OwnSteps]):
             return "compiled"
         return "plain Python" if any(program.graph is None for program in programs) else "traced"
 
-    def time_ratio(self, pace: Pace) -> float:
+    @property
+    def time_ratio(self) -> float:
         """Return how long the train steps of a run will take, relative to now: less if they will be compiled."""
         runners = list(self._all(*TRAINING))
         if not self.fused or any(runner.program.compiled for runner in runners):
             return 1.0
-        return time_ratio(max((runner.program.operations for runner in runners), default=0), *pace)
+        return time_ratio(max((runner.program.operations for runner in runners), default=0))
 
     @property
     def working_bytes(self) -> int | None:

@@ -47,6 +47,7 @@ class PlainEngine(ModuleEngine):
     undoes_steps = True
     steps_per_call = 8  # steps a call: the overhead of a call costs as much as a small model's forward
     fused = False
+    time_ratio = 1.0
     compiling = False
     untraced = None
     program = "plain torch"
@@ -87,10 +88,6 @@ class PlainEngine(ModuleEngine):
         trained = sum(parameter.nbytes for parameter in states.trained(self.model).values())
         weights = sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers()))
         return weights + trained * len(self.task.optimizer.tensor_names)
-
-    def time_ratio(self, pace: Pace) -> float:
-        """Return 1: nothing is compiled during the training."""
-        return 1.0
 
     def stop(self) -> None:
         """Drop the last step's gradients."""
