@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from modelfleet.frameworks.torch.cpu import c_library
 from modelfleet.frameworks.torch.tracing.in_place import in_place
 
-WORTH = 50_000_000  # numbers that operations update before a loop is compiled: a fraction of a second
+WORTH = 500_000_000  # numbers that operations update before a loop is compiled: more than a planner's trials do
 GRAIN = 131_072  # numbers for which a second thread is worth its while
 # As operations round: no product is added without being rounded, and every number may be NaN.
 FLAGS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
