@@ -263,8 +263,7 @@ def test_stages_compute_the_same_in_another_process(name: str, tmp_path: Path) -
     subprocess.run([sys.executable, "-c", script, str(tmp_path), *map(str, files)], check=True)
     found, expected = torch.load(tmp_path / "found.pt"), stages[0](*first)
     parts = zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
-    for one, other in parts:  # an earlier test of this process may have changed how torch rounds
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(one, other) for one, other in parts)
 
 
 def test_stages_can_be_members_of_a_fleet() -> None:

@@ -36,7 +36,7 @@ from modelfleet.frameworks.torch.compiling.graph_source import ANY_WIDTH, ONE_WI
 from modelfleet.frameworks.torch.compiling.one_library import one_library
 from modelfleet.frameworks.torch.compiling.vectors import knows_vectors
 from modelfleet.frameworks.torch.doctor_facts import cache_folder
-from modelfleet.frameworks.torch.tracing.scans import DECOMPOSITIONS, count_operations
+from modelfleet.frameworks.torch.tracing.scans import DECOMPOSITIONS
 from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, Program, TensorSpec, forgetting_sources
 
 JUDGE_SECONDS = 3.0  # of compiled steps, after which their time is compared with that of the uncompiled ones
@@ -66,7 +66,7 @@ class Compiler:
         self.failure: str | None = None
         """Why the program could not be compiled; None if it was, or has not been tried."""
         self._judge_at: float | None = None  # when the compiled steps have run long enough to be timed
-        self._done = program.graph is None or too_large(program.graph)
+        self._done = program.graph is None or too_large(program.operations)
 
     @property
     def busy(self) -> bool:
@@ -110,9 +110,7 @@ class Compiler:
         self._next_look = 0.0
 
     def _load_or_compile(self, steps_left: int, seconds_per_step: float) -> None:
-        graph = self._program.graph
-        assert graph is not None
-        won = seconds_won(count_operations(graph), steps_left, seconds_per_step)
+        won = seconds_won(self._program.operations, steps_left, seconds_per_step)
         if loading_pays(seconds_saved(steps_left, seconds_per_step)) and self._marker.exists():
             QUEUE.withdraw(self)
             form = self._marker.read_text()

@@ -8,10 +8,7 @@ How many calls to predict are to come is not known. As many are expected as ther
 import os
 from typing import Literal, get_args
 
-from torch import fx
-
 from modelfleet.frameworks.torch.compiling import experience
-from modelfleet.frameworks.torch.tracing.scans import count_operations
 from modelfleet.unknown_names import unknown
 
 CompileMode = Literal["auto", "now", "never"]
@@ -40,9 +37,9 @@ def compile_mode() -> CompileMode:
     raise unknown("MODELFLEET_COMPILE", value, MODES)
 
 
-def too_large(graph: fx.GraphModule) -> bool:
-    """Return True if a graph is never compiled, because that would take minutes."""
-    return count_operations(graph) > MAX_NODES
+def too_large(operations: int) -> bool:
+    """Return True if a graph of so many operations is never compiled, because that would take minutes."""
+    return operations > MAX_NODES
 
 
 def saved_fraction() -> float:
@@ -71,7 +68,7 @@ def time_ratio(operations: int) -> float:
     A shorter run is not compiled. But its first steps, which are those that are timed, draw without their loops in
     C, and take longer than those after them by about as much.
     """
-    return 1.0 if compile_mode() == "never" or operations > MAX_NODES else 1.0 - saved_fraction()
+    return 1.0 if compile_mode() == "never" or too_large(operations) else 1.0 - saved_fraction()
 
 
 def may_pay(steps_left: int, seconds_per_step: float | None) -> bool:

@@ -6,9 +6,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from modelfleet.frameworks.lane_context import Task
+from modelfleet.frameworks.torch.global_modes import plain_attention
 from modelfleet.frameworks.torch.random.eager import EagerDraws
 from modelfleet.frameworks.torch.random.operations import DrawFromStreams
 from modelfleet.frameworks.torch.random.streams import BatchRows, Streams
@@ -118,10 +118,10 @@ def drawing(
     seed, step = member["seed"], member["step"]
     if streams is None and part is None and not fused and not torch.compiler.is_compiling():
         # A trial draws as plain execution does.
-        with sdpa_kernel(SDPBackend.MATH), BatchingRules(), EagerDraws(int(seed[0]), int(step[0])):
+        with plain_attention(), BatchingRules(), EagerDraws(int(seed[0]), int(step[0])):
             yield
         return
     if streams is None:
         streams = Streams(seed, step, part) if fused else Streams(seed[0], step[0], part)
-    with sdpa_kernel(SDPBackend.MATH), BatchingRules(), DrawFromStreams(streams):
+    with plain_attention(), BatchingRules(), DrawFromStreams(streams):
         yield
