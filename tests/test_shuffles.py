@@ -90,3 +90,14 @@ def test_the_order_is_that_of_the_documented_words(seed: int) -> None:
         left, right = threefry(*(np.array([word], dtype=np.uint32) for word in (low, high, row, epoch)))
         words.append(int(left[0]) * 2**32 + int(right[0]))
     assert one(seed, epoch, length).tolist() == sorted(range(length), key=lambda row: words[row])
+
+
+def test_of_equal_keys_the_first_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def few(first: np.ndarray, second: np.ndarray, left: np.ndarray, right: np.ndarray) -> tuple[np.ndarray, ...]:
+        words = np.broadcast_to(left % np.uint32(3), (len(first), len(left)))
+        return words, np.zeros_like(words)
+
+    monkeypatch.setattr("modelfleet.shuffles.threefry", few)
+    for order, length in zip(permutations(np.arange(2), 0, np.array([300, 200])), (300, 200), strict=True):
+        expected = sorted(range(length), key=lambda row: row % 3)
+        assert order[:length].tolist() == expected

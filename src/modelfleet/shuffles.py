@@ -20,13 +20,19 @@ def threefry(
     1, 2, 3" (2011).
     """
     keys = first, second, first ^ second ^ np.uint32(PARITY)
-    x, y = left + first, right + second
+    shape = np.broadcast_shapes(first.shape, second.shape, left.shape, right.shape)
+    x, y, high = np.empty(shape, np.uint32), np.empty(shape, np.uint32), np.empty(shape, np.uint32)
+    np.add(left, first, out=x)
+    np.add(right, second, out=y)
     for group in range(5):
         for turn in ROTATIONS[group % 2]:
-            x = x + y
-            y = ((y << np.uint32(turn)) | (y >> np.uint32(32 - turn))) ^ x
-        x = x + keys[(group + 1) % 3]
-        y = y + keys[(group + 2) % 3] + np.uint32(group + 1)
+            x += y
+            np.left_shift(y, np.uint32(turn), out=high)
+            y >>= np.uint32(32 - turn)
+            y |= high
+            y ^= x
+        x += keys[(group + 1) % 3]
+        y += keys[(group + 2) % 3] + np.uint32(group + 1)
     return x, y
 
 
@@ -58,7 +64,17 @@ def permutations(seeds: np.ndarray, epoch: int | np.ndarray, lengths: np.ndarray
     even = bool((lengths == width).all())
     if not even:
         keys[np.arange(width) >= lengths[:, None]] = np.iinfo(np.uint64).max
-    order = keys.argsort(axis=1, kind="stable")
+    order = _sorted(keys, lengths)
     if even:
         return order
     return np.take_along_axis(order, np.arange(width) % np.maximum(lengths, 1)[:, None], axis=1)
+
+
+def _sorted(keys: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return the order of the first `lengths[m]` keys of each row m, as a stable sort gives it."""
+    order = keys.argsort(axis=1)  # several times as fast as a stable sort
+    found = np.take_along_axis(keys, order, axis=1)
+    equal = found[:, 1:] == found[:, :-1]
+    if equal.any() and (equal & (np.arange(1, keys.shape[1]) < lengths[:, None])).any():
+        return keys.argsort(axis=1, kind="stable")
+    return order
