@@ -2,6 +2,7 @@
 
 import cProfile
 import functools
+import sys
 from typing import Any
 
 import pytest
@@ -101,3 +102,17 @@ def test_a_fit_can_be_profiled() -> None:
     with cProfile.Profile() as profile:
         fleet.fit((torch.ones(4, 2), torch.ones(4, 1)), batch_size=2, progress=False)
     assert "epoch_values" in {getattr(entry.code, "co_name", "") for entry in profile.getstats()}
+
+
+def test_a_profiler_that_python_cannot_set_again_is_off_afterwards_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class CProfiler:
+        """Like the state of profilers that are set from C: not callable."""
+
+    fleet = mf.Fleet([nn.Linear(2, 1) for _ in range(2)])
+    fleet.compile("sgd", "mse", lr=0.1)
+    monkeypatch.setattr(sys, "getprofile", CProfiler)
+    with pytest.warns(UserWarning, match="the profiler 'CProfiler' is off from now on"):
+        history = fleet.fit((torch.ones(4, 2), torch.ones(4, 1)), batch_size=2, progress=False)
+    assert not history.failed

@@ -1,8 +1,10 @@
 """Try out a model's Python, and undo what it changed: Python values, tensors and random generators."""
 
+import cProfile
 import inspect
 import random
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -111,10 +113,7 @@ def restoring_tensors(snapshot: PythonSnapshot, *, strictly: bool = True) -> Ite
         try:
             yield
         finally:
-            if profiler is None or callable(profiler):
-                sys.setprofile(profiler)
-            else:
-                profiler.enable()  # cProfile's profiler can't be set
+            _set_profiler(profiler)
             written.undo()
             for put, state, _ in saved.values():
                 put(state)
@@ -125,6 +124,23 @@ def restoring_tensors(snapshot: PythonSnapshot, *, strictly: bool = True) -> Ite
         raise StatefulError(f"it {does}, which has no stream per member")
     if strictly and any(id(parameter) in written.undone for parameter in snapshot.parameters):
         raise StatefulError("its train() changes its parameters")
+
+
+def _set_profiler(profiler: Any) -> None:
+    """Set the profiler that a thread had, as far as Python can."""
+    if profiler is None or callable(profiler):
+        sys.setprofile(profiler)
+        return
+    sys.setprofile(None)
+    if isinstance(profiler, cProfile.Profile):
+        profiler.enable()  # it can't be set
+        return
+    warnings.warn(
+        f"the profiler {type(profiler).__name__!r} is off from now on in this thread: modelfleet watched the "
+        f"calls of a model, and Python can't set this profiler again. Use cProfile, or one that samples from "
+        f"outside.",
+        stacklevel=2,
+    )
 
 
 def _forks_generator(frame: FrameType | None) -> bool:
