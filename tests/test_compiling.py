@@ -24,6 +24,7 @@ from torch._inductor import config
 import modelfleet as mf
 from modelfleet.frameworks.torch.compiling import compile_queue, compiler, decision
 from modelfleet.frameworks.torch.compiling.compile_queue import CompileQueue, Outcome
+from modelfleet.frameworks.torch.fused import programs as fused_programs
 from modelfleet.frameworks.torch.fused.programs import Programs
 
 X, Y = toy(20)
@@ -147,13 +148,20 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
+@pytest.fixture(autouse=True)
+def no_failures_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two failures of one kind end compiling for the process."""
+    monkeypatch.setattr(compiler, "_failures", [])
+
+
 @pytest.fixture
 def eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Processes:
     """Compiling pays at once, whatever the work that is left."""
     for constant in ("SECONDS_PER_NODE", "SECONDS_AT_LEAST", "SECONDS_TO_LOAD"):
         monkeypatch.setattr(decision, constant, 0.0)
-    monkeypatch.setattr(decision, "SAVED_FRACTION", 1e9)
+    monkeypatch.setattr(decision, "SAVED_OF_COMPILABLE", 1e9)
     monkeypatch.setattr(compile_queue, "SETTLING_SECONDS", 0.0)
+    monkeypatch.setattr(fused_programs, "CHECK_SECONDS", 0.0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return Processes(tmp_path, monkeypatch)
 
@@ -279,7 +287,6 @@ def test_an_error_in_the_fit_takes_its_compiler_with_it(eager: Processes) -> Non
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]]:
     """What is logged, from the first time that compiling fails on."""
-    monkeypatch.setattr(compiler, "_failures", [])
     level = compiler.logger.level
     compiler.logger.setLevel(logging.DEBUG)
     records: list[logging.LogRecord] = []
@@ -441,7 +448,7 @@ def test_a_lane_that_has_ended_holds_up_nobody(clock: Clock) -> None:
 
 def test_two_at_a_time_from_eight_cores_on(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, expected in ((1, 1), (2, 1), (7, 1), (8, 2), (96, 2)):
-        monkeypatch.setattr(compile_queue, "_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(compile_queue, "cores", lambda cores=cores: cores)
         queue = CompileQueue()
         lanes = [Lane(queue, str(number)) for number in range(33)]
         for lane in lanes:
@@ -504,7 +511,7 @@ import modelfleet as mf
 from modelfleet.frameworks.torch.compiling import compile_queue, decision
 from tests import helpers
 decision.SECONDS_PER_NODE = decision.SECONDS_AT_LEAST = decision.SECONDS_TO_LOAD = 0.0
-decision.SAVED_FRACTION, compile_queue.SETTLING_SECONDS = 1e9, 0.0
+decision.SAVED_OF_COMPILABLE, compile_queue.SETTLING_SECONDS = 1e9, 0.0
 start = compile_queue.subprocess.Popen
 def told(command, **options):
     if "compiling/worker" not in str(command):

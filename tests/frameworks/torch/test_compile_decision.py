@@ -29,43 +29,57 @@ def won(seconds: float) -> float:
 
 
 def test_a_run_that_ends_before_the_compiler_wins_nothing() -> None:
-    assert won(decision.SECONDS_AT_LEAST) == 0
+    assert won(decision.seconds_to_compile(10)) == 0
 
 
 def test_a_run_must_win_back_what_it_loses_meanwhile() -> None:
-    lost = decision.SECONDS_AT_LEAST * decision.SLOWED_FRACTION + decision.SECONDS_TO_LOAD
-    enough = decision.SECONDS_AT_LEAST + lost / decision.SAVED_FRACTION
+    compiling = decision.seconds_to_compile(10)
+    lost = compiling * decision.SLOWED_FRACTION + decision.SECONDS_TO_LOAD
+    enough = compiling + lost / decision.saved_fraction()
     assert won(enough * 0.99) == 0
     assert 0 < won(enough * 1.01) < won(enough * 2)
 
 
+def test_compiling_takes_longer_where_the_training_leaves_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decision, "cores", lambda: 2)
+    crowded = decision.seconds_to_compile(10)
+    monkeypatch.setattr(decision, "cores", lambda: 16)
+    assert decision.seconds_to_compile(10) < crowded
+
+
+def test_only_what_a_compiler_can_merge_is_saved() -> None:
+    mostly_products, mostly_small = (decision.seconds_won(10, 1000, 0.2, part) for part in (0.2, 0.8))
+    assert mostly_products < mostly_small
+    assert decision.seconds_won(10, 1_000_000, 0.2, 0.0) == 0
+
+
 @pytest.mark.parametrize("found", [{"seconds_per_node": 1e3}, {"saved": 0.0}, {"slowed": 0.9}])
 def test_what_was_measured_here_counts(found: dict[str, float]) -> None:
-    before = won(60)
+    before = won(200)
     experience.learn(**found)
-    assert won(60) < before
+    assert won(200) < before
 
 
 def test_what_was_learnt_is_known_to_the_next_process(folder: Path) -> None:
     experience.learn(saved=0.6)
     experience.learn(saved=0.2)
     experience._known.cache_clear()
-    assert decision.saved_fraction() == pytest.approx(0.4)
+    assert decision.saved_fraction(0.5) == pytest.approx(0.2)
     (folder / "compiling.json").write_text("[not numbers")
     experience._known.cache_clear()
-    assert decision.saved_fraction() == decision.SAVED_FRACTION
+    assert decision.saved_fraction(1.0) == decision.SAVED_OF_COMPILABLE
 
 
 def test_a_bad_measurement_does_not_end_compiling_for_ever() -> None:
     experience.learn(saved=-5.0)
-    assert decision.saved_fraction() == experience.LEAST_SAVED
+    assert decision.saved_fraction(1.0) == experience.LEAST_SAVED
     assert won(10_000) > 0
 
 
 def test_nothing_is_kept_if_the_user_wants_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODELFLEET_CACHE", "")
     experience.learn(saved=0.9)
-    assert decision.saved_fraction() == decision.SAVED_FRACTION
+    assert decision.saved_fraction(1.0) == decision.SAVED_OF_COMPILABLE
 
 
 def test_the_compiler_leaves_the_cores_to_others() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from modelfleet.devices import cores
 from modelfleet.frameworks.torch.compiling import settings
 from modelfleet.frameworks.torch.compiling.graph_source import GraphSource
 from modelfleet.frameworks.torch.compiling.worker import DONE, FAILED, remove
@@ -133,7 +134,7 @@ class CompileQueue:
     """
 
     def __init__(self) -> None:
-        self.max_running = 2 if _cores() >= MANY_CORES else 1
+        self.max_running = 2 if cores() >= MANY_CORES else 1
         self.forget()
 
     def forget(self) -> None:
@@ -188,11 +189,6 @@ class CompileQueue:
     def _drop(self, requester: object) -> None:
         self._first.pop(requester, None)
         self._requests.pop(requester, None)
-
-
-def _cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 QUEUE = CompileQueue()

@@ -25,6 +25,7 @@ from modelfleet.frameworks.torch.compiling import settings
 from modelfleet.frameworks.torch.compiling.any_width import FixedWidthError, merge_widths
 from modelfleet.frameworks.torch.compiling.compile_queue import QUEUE, CompileProcess
 from modelfleet.frameworks.torch.compiling.decision import (
+    COMPILABLE,
     compile_mode,
     loading_pays,
     seconds_saved,
@@ -63,6 +64,8 @@ class Compiler:
             None  # when the process was started, and the seconds per step then
         )
         self._fixed_width = False  # True if a width turned out to be built into what was compiled
+        self.compilable_seconds: float | None = None
+        """How long a step spends in operations that a compiler can merge. None if it was not measured."""
         self.failure: str | None = None
         """Why the program could not be compiled; None if it was, or has not been tried."""
         self._judge_at: float | None = None  # when the compiled steps have run long enough to be timed
@@ -110,8 +113,9 @@ class Compiler:
         self._next_look = 0.0
 
     def _load_or_compile(self, steps_left: int, seconds_per_step: float) -> None:
-        won = seconds_won(self._program.operations, steps_left, seconds_per_step)
-        if loading_pays(seconds_saved(steps_left, seconds_per_step)) and self._marker.exists():
+        part = self._compilable_part(seconds_per_step)
+        won = seconds_won(self._program.operations, steps_left, seconds_per_step, part)
+        if loading_pays(seconds_saved(steps_left, seconds_per_step, part)) and self._marker.exists():
             QUEUE.withdraw(self)
             form = self._marker.read_text()
             self._load([source for source in self._forms() if source.form == form] or self._forms())
@@ -121,6 +125,9 @@ class Compiler:
         else:
             QUEUE.withdraw(self)
         self._next_look = time.monotonic() + CHECK_SECONDS
+
+    def _compilable_part(self, seconds_per_step: float) -> float | None:
+        return None if self.compilable_seconds is None else min(1.0, self.compilable_seconds / seconds_per_step)
 
     @property
     def _marker(self) -> Path:
@@ -187,7 +194,8 @@ class Compiler:
         if self._judge_at is not None and time.monotonic() >= self._judge_at and seconds_per_step is not None:
             self._judge_at = None
             if self._begun is not None and self._program.compiled:
-                learn(saved=1 - seconds_per_step / self._begun[1])
+                part = self._compilable_part(self._begun[1]) or COMPILABLE
+                learn(saved=(1 - seconds_per_step / self._begun[1]) / part)
 
     def _load(self, forms: Sequence[GraphSource]) -> None:
         self._done = True

@@ -8,6 +8,7 @@ How many calls to predict are to come is not known. As many are expected as ther
 import os
 from typing import Literal, get_args
 
+from modelfleet.devices import cores
 from modelfleet.frameworks.torch.compiling import experience
 from modelfleet.unknown_names import unknown
 
@@ -18,9 +19,12 @@ MODES: tuple[CompileMode, ...] = get_args(CompileMode)
 # (`experience.py`). Only the decision depends on it, never a result.
 SECONDS_PER_NODE = 0.04
 SECONDS_AT_LEAST = 8.0
+FEW_CORES = 4  # on fewer than these, the training leaves little to the compiler, which has the lowest priority:
+CROWDED = 3.0  # it takes so many times as long
 SECONDS_TO_LOAD = 2.0
 SLOWED_FRACTION = 0.3  # of the training's speed, that is lost while a core compiles
-SAVED_FRACTION = 0.4  # of a step's time, that compiling usually saves
+SAVED_OF_COMPILABLE = 0.7  # of the time that a step spends in operations that a compiler can merge
+COMPILABLE = 0.6  # of a step's time is spent there, until that has been measured (`compilable.py`)
 MAX_NODES = 6000  # compiling a larger graph takes minutes
 
 
@@ -42,24 +46,38 @@ def too_large(operations: int) -> bool:
     return operations > MAX_NODES
 
 
-def saved_fraction() -> float:
-    """Return the part of a step's time that compiling saves."""
-    return experience.measured(experience.SAVED, SAVED_FRACTION)
+def saved_fraction(compilable: float | None = None) -> float:
+    """Return the part of a step's time that compiling saves.
+
+    Args:
+        compilable: The part that is spent in operations that a compiler can merge. None if it is not known.
+    """
+    part = COMPILABLE if compilable is None else compilable
+    return part * experience.measured(experience.SAVED, SAVED_OF_COMPILABLE)
 
 
-def seconds_saved(steps_left: int, seconds_per_step: float) -> float:
+def seconds_saved(steps_left: int, seconds_per_step: float, compilable: float | None = None) -> float:
     """Return how much time the remaining steps would save if they were compiled now."""
-    return steps_left * seconds_per_step * saved_fraction()
+    return steps_left * seconds_per_step * saved_fraction(compilable)
 
 
-def seconds_won(operations: int, steps_left: int, seconds_per_step: float) -> float:
+def seconds_won(
+    operations: int, steps_left: int, seconds_per_step: float, compilable: float | None = None
+) -> float:
     """Return how many seconds sooner the remaining steps are done if a graph is compiled beside them, or 0."""
     left = steps_left * seconds_per_step
-    cost = experience.measured(experience.COST, SECONDS_PER_NODE) * operations
-    compiling = max(SECONDS_AT_LEAST, cost)
+    compiling = seconds_to_compile(operations)
     # Steps go on meanwhile, more slowly: they leave a core to the compiler.
     lost = compiling * experience.measured(experience.SLOWED, SLOWED_FRACTION) + SECONDS_TO_LOAD
-    return max(0.0, (left - compiling) * saved_fraction() - lost)
+    return max(0.0, (left - compiling) * saved_fraction(compilable) - lost)
+
+
+def seconds_to_compile(operations: int) -> float:
+    """Return how long it takes to compile a graph beside the training."""
+    measured = experience.measured(experience.COST, 0.0)
+    if measured:
+        return max(SECONDS_AT_LEAST, measured * operations)
+    return (CROWDED if cores() < FEW_CORES else 1.0) * max(SECONDS_AT_LEAST, SECONDS_PER_NODE * operations)
 
 
 def time_ratio(operations: int) -> float:

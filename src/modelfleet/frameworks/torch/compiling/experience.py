@@ -10,8 +10,8 @@ from pathlib import Path
 from modelfleet.user_cache import read_numbers, user_cache, write_numbers
 
 COST, SLOWED, SAVED = "seconds_per_node", "slowed", "saved"
-"""Seconds of compiling for each operation, the part of the steps' speed that is lost meanwhile, and the part of a
-step's time that is saved afterwards."""
+"""Seconds of compiling for each operation; the part of the steps' speed that is lost meanwhile; and what is saved
+afterwards, as a part of the time that was spent in operations that a compiler can merge."""
 MAX_PART = 0.9
 LEAST_SAVED = 0.1  # what has saved nothing once is tried again in a very long run
 

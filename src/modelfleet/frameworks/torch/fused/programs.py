@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from modelfleet.frameworks.engine import Pace
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.torch.base import on_host
-from modelfleet.frameworks.torch.compiling.compiler import Compiler
+from modelfleet.frameworks.torch.compiling.compilable import compilable_seconds
+from modelfleet.frameworks.torch.compiling.compiler import CHECK_SECONDS, Compiler
 from modelfleet.frameworks.torch.compiling.decision import compile_mode, may_pay, time_ratio
 from modelfleet.frameworks.torch.fused import packing
 from modelfleet.frameworks.torch.fused.arguments import (
@@ -68,6 +69,8 @@ class Programs(Generic[OwnSteps]):
         self._kept: dict[Hashable, tuple[PythonSnapshot, dict[Key, ByWidth]]] = {}
         self._programs: dict[Key, ByWidth] = {}  # by kind and batch, then by width
         self._uses = 0  # how often a program was looked up
+        self._any_compiled = False  # True once a whole step runs compiled
+        self._next_request = 0.0  # when to ask again if a step is to be compiled, until then
         self._found: dict[Hashable, Any] = {}  # results of trials, for what the Python reads now
         self._flattened = threading.local()
         self._buffers = threading.local()
@@ -128,10 +131,16 @@ class Programs(Generic[OwnSteps]):
             shared_data: True if the data have no member axis.
             pace: The number of steps left of this kind, and the seconds per step.
         """
+        self._look()
         packed, whole = self._packed(lead[0], rest[0]), len(rest[0]) < 2
-        if (packed is None and whole) or self._compiled("train", (*lead, *rest), shared_data, pace) is not None:
-            program, (loss,) = self._run_compiled("train", lead, rest, shared_data, pace)
-            return loss, program.unused
+        args = (*lead, *rest)
+        if packed is None and whole:
+            runner = self._runner("train", args, shared_data)
+            runner.compiler.consider(*pace)
+            return self._run(runner, lead, rest)[0], runner.program.unused
+        runner = self._compiled("train", args, shared_data, pace)
+        if runner is not None:
+            return self._run(runner, lead, rest)[0], runner.program.unused
         if packed is None:
             return self._train_sliced(lead, rest, shared_data)
         return self._train_packed(packed, lead, rest, shared_data), frozenset()
@@ -155,7 +164,7 @@ class Programs(Generic[OwnSteps]):
         So a program of an update does not depend on which other members take the step.
         """
         coefficients, active, *batch = rest
-        program = self.program("gradients", (*lead, *batch), shared_data).program
+        program = self._runner("gradients", (*lead, *batch), shared_data).program
         found = program([*self._flat(lead), *leaves(batch)])
         return self.apply("apply", lead, (coefficients, active, found)), program.unused
 
@@ -164,7 +173,7 @@ class Programs(Generic[OwnSteps]):
     ) -> Tensor:
         """Take one step in two parts: gradients, then an update of all members at once if all are fine."""
         coefficients, active, *batch = rest
-        runner = self.program("packed_gradients", (*lead, *batch, active), shared_data)
+        runner = self._runner("packed_gradients", (*lead, *batch, active), shared_data)
         program, begun = runner.program, time.perf_counter()
         with torch.no_grad():
             values = program.run(*self._flat(lead), *leaves((*batch, active)), *program.outside)
@@ -197,7 +206,7 @@ class Programs(Generic[OwnSteps]):
                 found = runner.program.result(values)
                 del found["fine"]
                 args = (part, {}, {own.alone: numbers}, own.of(found))
-                follower = runner.followers[key] = self.program("packed_apply", args, False)
+                follower = runner.followers[key] = self._runner("packed_apply", args, False)
             follower.used = self._uses
             state, results = packed[1] if part is packed[0] else leaves(part), values[:-1]
             program = follower.program
@@ -229,33 +238,50 @@ class Programs(Generic[OwnSteps]):
             known[1][own] = find(state)
         return known[1][own]
 
-    def _compiled(self, kind: str, args: Args, shared_data: bool, pace: Pace) -> Program | None:
+    def _compiled(self, kind: str, args: Args, shared_data: bool, pace: Pace) -> Runner | None:
         """Return a program if it is compiled. It is traced to be compiled as soon as that may pay."""
-        pays = may_pay(*pace)
-        if not pays and not any(key[0] == kind for key in self._programs):
+        if not self._any_compiled and compile_mode() == "auto":
+            now = time.monotonic()
+            if now < self._next_request:
+                return None
+            self._next_request = now + CHECK_SECONDS
+        if not any(key[0] == kind for key in self._programs) and not may_pay(*pace):
             return None
-        self._look()
         family, width = family_of(kind, args, shared_data), width_of(args)
         if width not in self._programs.get(family, ()) and not may_pay(*self._shape_times.of(family, pace)):
             return None
-        runner = self.program(kind, args, shared_data)
+        runner = self._runner(kind, args, shared_data, family)
+        if runner.compiler.compilable_seconds is None:
+            runner.compiler.compilable_seconds = self._compilable_seconds(args, shared_data)
         runner.compiler.consider(*pace)
-        return runner.program if runner.program.compiled else None
+        if not runner.program.compiled:
+            return None
+        self._any_compiled = True
+        return runner
+
+    def _compilable_seconds(self, args: Args, shared_data: bool) -> float | None:
+        """Return how long a step spends in operations that a compiler can merge; None if that is not known yet."""
+        state, shared, _, active, *batch = args
+        args = (state, shared, *batch, active)
+        runner = self._programs.get(family_of("packed_gradients", args, shared_data), {}).get(width_of(args))
+        if runner is None or runner.program.graph is None:
+            return None
+        # Its program writes to none of its inputs, and the update of all members, a loop of C, can't be merged.
+        return compilable_seconds(runner.program.graph, [*leaves(args), *runner.program.outside])
 
     def row_gradients(self, lead: Args, rest: Args, *, shared_data: bool, pace: Pace) -> tuple[Tensor, Tensor]:
         """Compute the first half of a train step on some rows of a batch. Its results are summed over all rows."""
-        flat, columns = self._run_compiled("row_gradients", lead, rest, shared_data, pace)[1]
+        self._look()
+        runner = self._runner("row_gradients", (*lead, *rest), shared_data)
+        runner.compiler.consider(*pace)
+        flat, columns = self._run(runner, lead, rest)
         return flat, columns
 
-    def _run_compiled(
-        self, kind: str, lead: Args, rest: Args, shared_data: bool, pace: Pace
-    ) -> tuple[Program, Sequence[Tensor]]:
-        """Run a program, compiled if that pays, and return it with its flat results."""
-        runner = self.program(kind, (*lead, *rest), shared_data)
-        runner.compiler.consider(*pace)
+    def _run(self, runner: Runner, lead: Args, rest: Args) -> Sequence[Tensor]:
+        """Run a program, and return its flat results."""
         program = runner.program
         with torch.no_grad():  # tensors outside of the step may take gradients
-            return program, program.run(*self._flat(lead), *leaves(rest), *program.outside)
+            return program.run(*self._flat(lead), *leaves(rest), *program.outside)
 
     def gradients(self, lead: Args, rest: Args, *, shared_data: bool) -> dict[str, Tree]:
         """Return what `apply` needs of a batch."""
@@ -307,6 +333,7 @@ class Programs(Generic[OwnSteps]):
 
     def stop(self) -> None:
         """Stop every compiler that is still at work."""
+        self._next_request = 0.0
         for runner in self._all():
             runner.compiler.stop()
 
@@ -368,7 +395,11 @@ class Programs(Generic[OwnSteps]):
     def program(self, kind: str, args: Args, shared_data: bool) -> Runner:
         """Return the program for arguments of these shapes. It is traced if there is none yet."""
         self._look()
-        family, width = family_of(kind, args, shared_data), width_of(args)
+        return self._runner(kind, args, shared_data)
+
+    def _runner(self, kind: str, args: Args, shared_data: bool, family: Key | None = None) -> Runner:
+        """Return what `program` does, for what the Python was found to read."""
+        family, width = family or family_of(kind, args, shared_data), width_of(args)
         if family not in self._programs:
             self._drop_unused()
         programs = self._programs.setdefault(family, {})
