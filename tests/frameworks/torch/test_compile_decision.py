@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from modelfleet.frameworks.torch.compiling import decision, experience, vectors
+from modelfleet.frameworks.torch.compiling import compiler, decision, experience, vectors
+from modelfleet.frameworks.torch.compiling.compiler import Compiler
+from modelfleet.frameworks.torch.tracing.trace import trace
 
 
 @pytest.fixture(autouse=True)
@@ -42,8 +44,31 @@ def test_a_run_must_win_back_what_it_loses_meanwhile() -> None:
 @pytest.mark.parametrize("found", [{"seconds_per_node": 1e3}, {"saved": 0.0}, {"slowed": 0.9}])
 def test_what_was_measured_here_counts(found: dict[str, float]) -> None:
     before = won(60)
-    experience.learn(**found)
+    experience.learn(None, **found)
     assert won(60) < before
+
+
+def test_what_was_measured_on_one_model_of_device_does_not_count_on_another() -> None:
+    def on(hardware: str | None) -> tuple[float, ...]:
+        found = decision.saved_fraction(hardware), decision.time_ratio(10, hardware)
+        return *found, decision.seconds_saved(100, 0.1, hardware), decision.seconds_won(10, 1000, 0.06, hardware)
+
+    usual = on(None)
+    experience.learn("A100", saved=0.8, slowed=0.0, seconds_per_node=1.0)
+    assert on(None) == on("H100") == usual
+    assert all(mine != other for mine, other in zip(on("A100"), usual, strict=True))
+    assert decision.may_pay(10, 0.3, "A100")  # 2.4 of 3 seconds are saved there, and 1.2 elsewhere
+    assert not decision.may_pay(10, 0.3)
+
+
+def test_a_compiler_learns_for_the_device_of_its_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "hardware", lambda device: f"model of {device}")
+    monkeypatch.setattr(Compiler, "_load", lambda self, forms: None)
+    one = Compiler(trace(lambda x: [x + 1], (torch.zeros(3),), [False]))
+    one._begun = 0.0, 2.0
+    one._learn_cost(4.0)
+    assert experience.measured(experience.SLOWED, 7.0, "model of cpu") == 0.5
+    assert experience.measured(experience.SLOWED, 7.0) == 7.0
 
 
 def test_what_was_learnt_is_known_to_the_next_process(folder: Path) -> None:

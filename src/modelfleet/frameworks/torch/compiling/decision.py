@@ -42,41 +42,41 @@ def too_large(operations: int) -> bool:
     return operations > MAX_NODES
 
 
-def saved_fraction() -> float:
-    """Return the part of a step's time that compiling saves."""
-    return experience.measured(experience.SAVED, SAVED_FRACTION)
+def saved_fraction(hardware: str | None = None) -> float:
+    """Return the part of a step's time that compiling saves, on the CPU or on a model of accelerator."""
+    return experience.measured(experience.SAVED, SAVED_FRACTION, hardware)
 
 
-def seconds_saved(steps_left: int, seconds_per_step: float) -> float:
+def seconds_saved(steps_left: int, seconds_per_step: float, hardware: str | None = None) -> float:
     """Return how much time the remaining steps would save if they were compiled now."""
-    return steps_left * seconds_per_step * saved_fraction()
+    return steps_left * seconds_per_step * saved_fraction(hardware)
 
 
-def seconds_won(operations: int, steps_left: int, seconds_per_step: float) -> float:
+def seconds_won(operations: int, steps_left: int, seconds_per_step: float, hardware: str | None = None) -> float:
     """Return how many seconds sooner the remaining steps are done if a graph is compiled beside them, or 0."""
     left = steps_left * seconds_per_step
-    cost = experience.measured(experience.COST, SECONDS_PER_NODE) * operations
+    cost = experience.measured(experience.COST, SECONDS_PER_NODE, hardware) * operations
     compiling = max(SECONDS_AT_LEAST, cost)
     # Steps go on meanwhile, more slowly: they leave a core to the compiler.
-    lost = compiling * experience.measured(experience.SLOWED, SLOWED_FRACTION) + SECONDS_TO_LOAD
-    return max(0.0, (left - compiling) * saved_fraction() - lost)
+    lost = compiling * experience.measured(experience.SLOWED, SLOWED_FRACTION, hardware) + SECONDS_TO_LOAD
+    return max(0.0, (left - compiling) * saved_fraction(hardware) - lost)
 
 
-def time_ratio(operations: int) -> float:
+def time_ratio(operations: int, hardware: str | None = None) -> float:
     """Return how long a step of so many operations will take once it is compiled, relative to now.
 
     A shorter run is not compiled. But its first steps, which are those that are timed, draw without their loops in
     C, and take longer than those after them by about as much.
     """
-    return 1.0 if compile_mode() == "never" or too_large(operations) else 1.0 - saved_fraction()
+    return 1.0 if compile_mode() == "never" or too_large(operations) else 1.0 - saved_fraction(hardware)
 
 
-def may_pay(steps_left: int, seconds_per_step: float | None) -> bool:
+def may_pay(steps_left: int, seconds_per_step: float | None, hardware: str | None = None) -> bool:
     """Return True if compiling a step, or loading it from the cache, may pay. Its graph is not known yet."""
     mode = compile_mode()
     if mode != "auto" or seconds_per_step is None:
         return mode == "now"
-    return loading_pays(seconds_saved(steps_left, seconds_per_step))
+    return loading_pays(seconds_saved(steps_left, seconds_per_step, hardware))
 
 
 def loading_pays(saving: float) -> bool:

@@ -15,6 +15,7 @@ from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.torch.base import on_host
 from modelfleet.frameworks.torch.compiling.compiler import Compiler
 from modelfleet.frameworks.torch.compiling.decision import compile_mode, may_pay, time_ratio
+from modelfleet.frameworks.torch.devices import hardware
 from modelfleet.frameworks.torch.fused import packing
 from modelfleet.frameworks.torch.fused.arguments import (
     APPLYING,
@@ -111,7 +112,8 @@ class Programs(Generic[OwnSteps]):
         runners = list(self._all(*TRAINING))
         if not self.fused or any(runner.program.compiled for runner in runners):
             return 1.0
-        return time_ratio(max((runner.program.operations for runner in runners), default=0))
+        own = runners[0].compiler.hardware if runners else None
+        return time_ratio(max((runner.program.operations for runner in runners), default=0), own)
 
     @property
     def working_bytes(self) -> int | None:
@@ -231,12 +233,13 @@ class Programs(Generic[OwnSteps]):
 
     def _compiled(self, kind: str, args: Args, shared_data: bool, pace: Pace) -> Program | None:
         """Return a program if it is compiled. It is traced to be compiled as soon as that may pay."""
-        pays = may_pay(*pace)
+        own = hardware(args[0]["member"]["seed"].device)
+        pays = may_pay(*pace, own)
         if not pays and not any(key[0] == kind for key in self._programs):
             return None
         self._look()
         family, width = family_of(kind, args, shared_data), width_of(args)
-        if width not in self._programs.get(family, ()) and not may_pay(*self._shape_times.of(family, pace)):
+        if width not in self._programs.get(family, ()) and not may_pay(*self._shape_times.of(family, pace), own):
             return None
         runner = self.program(kind, args, shared_data)
         runner.compiler.consider(*pace)
