@@ -1,7 +1,7 @@
 """Kernels that draw random numbers inside themselves: fused attention, and recurrent layers of cuDNN.
 
 Only accelerators have them. Such a kernel can't be given a member's own mask. So while members draw from their
-streams, attention and recurrent layers on an accelerator that drop out take torch's plain form, in which dropout is
+streams, attention and recurrent layers on an accelerator that drop out take torch's plain form. There, dropout is
 an operation of its own, as on the CPU. Those that drop nothing keep their kernels.
 """
 
