@@ -108,6 +108,7 @@ def by_hand(row: Row, device: str) -> Callable[[], Round]:
 
 def by_jax(row: Row, device: str) -> Callable[[], Round]:
     """Train by `jax.vmap` and `jax.jit`, where JAX has a device of this kind."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX takes most of the GPU's memory
     try:
         import jax
     except ImportError:
