@@ -9,10 +9,10 @@ QUICK := tests/feeds tests/planning tests/store tests/frameworks/test_functional
 	$(addprefix tests/test_,$(addsuffix .py,bad_input callbacks composition each fleet golden history layers \
 	members saving shared_loader streams trees trouble))
 
-.PHONY: help setup demo test quick fuzz chaos killing lint bench clean
+.PHONY: help setup demo test test-gpu quick fuzz chaos killing lint bench clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
 setup: $(VENV)/.setup  ## everything: all frameworks, the tests' and the linters' packages
 
@@ -22,6 +22,10 @@ demo: $(VENV)/.demo  ## 64 variants of a network on one device, in under a minut
 # With bytecode kept, whatever the environment says: a hundred processes are started.
 test: lint  ## lint, types and all tests
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal --durations=40
+
+test-gpu: setup  ## on a machine with an NVIDIA GPU: the promises kept there, and a table of timings
+	$(BIN)/python -m pytest -m gpu tests/gpu
+	$(BIN)/python -m benchmarks.accelerators
 
 quick: setup  ## what to run after each edit: the tests that take neither processes nor compilers, a few minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow' $(QUICK)

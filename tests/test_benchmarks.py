@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from benchmarks import crowds, harness, jobs, timeline
+from benchmarks import accelerators, crowds, harness, jobs, timeline
 from benchmarks.contests import BEST_CUT, CONTESTS, FLEET, IDEAL, THEORY
 from benchmarks.entrants import PLAIN, Contest, Entrant
 from benchmarks.harness import Result
@@ -406,3 +406,35 @@ def test_answers_of_a_fleet_are_compared_with_the_loop() -> None:
         predicting.agree(right | {"1": {**right["1"], "loss": 9.0}}, right)
     with pytest.raises(ValueError, match="expected those of"):
         predicting.agree({"0": right["0"]}, right)
+
+
+def test_members_stacked_by_hand_take_the_steps_of_torch() -> None:
+    row = small("mlp-64")
+    own = trainees(row, range(2))
+    rates = torch.from_numpy(row.rates())
+    hand = accelerators.ByHand([trainee.model for trainee in own], rates)
+    batches = [(own[0].x[:8], own[0].y[:8]), (own[0].x[8:16], own[0].y[8:16])]
+    for x, y in batches:
+        losses = hand.step(torch.stack([x, x]), torch.stack([y, y]))
+        for trainee, loss in zip(own, losses, strict=True):
+            trainee.optimizer.zero_grad()
+            expected = nn.functional.cross_entropy(trainee.model(x), y)
+            expected.backward()
+            trainee.optimizer.step()
+            torch.testing.assert_close(loss, expected.detach())
+    for name, stacked in hand.params.items():
+        for trainee, found in zip(own, stacked, strict=True):
+            torch.testing.assert_close(found, trainee.model.get_parameter(name).detach())
+
+
+def test_the_table_for_accelerators_names_what_could_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    accelerators.main(["mlp-64", "lstm", "--device", "cpu", "--quick"])
+    lines = capsys.readouterr().out.splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    assert cells[0][1:] == list(accelerators.PEERS)
+    mlp, lstm = cells[2:]
+    assert all(float(cell) > 0 for cell in mlp[1:])
+    assert lstm[3] == "–"
+    assert "– torch.func by hand: torch.func can't map `nn.LSTM`." in lines
+    with pytest.raises(SystemExit):
+        accelerators.main(["strange", "--device", "cpu"])

@@ -16,7 +16,7 @@ from tests import manifests
 from torch import nn
 
 import modelfleet as mf
-from modelfleet import cli, demo, doctor, inspection
+from modelfleet import cli, demo, doctor, inspection, nvidia
 from modelfleet.devices import Device, Memory
 
 
@@ -183,6 +183,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "host_memory", lambda: Memory(16 * 10**9, 4 * 10**9))
     monkeypatch.setattr(doctor, "cores", lambda: 6)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.setattr(nvidia, "_said", lambda command, *arguments, stdin="": None)
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")
     monkeypatch.setenv("COLUMNS", "200")
 
@@ -218,6 +219,26 @@ def test_doctor_says_of_a_framework_that_does_not_import_why(capsys: pytest.Capt
     code, out, _ = run(capsys, "doctor")
     assert code == 0
     assert "does not import: RuntimeError: jaxlib is of another [version]" in lines_of(out)["jax"]
+
+
+@pytest.mark.usefixtures("machine")
+def test_doctor_tells_who_uses_the_memory_of_gpus(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, out, _ = run(capsys, "doctor")
+    assert "nvidia-cuda-mps-control -d; without it" in lines_of(out)["MPS daemon"]
+    held = [
+        nvidia.GpuProcess("GPU 0, A100", 12, "python", 5 * 10**9),
+        nvidia.GpuProcess("GPU 1, A100", 7, "x", None),
+    ]
+    monkeypatch.setattr(nvidia, "processes", lambda: held)
+    monkeypatch.setattr(nvidia, "multi_process_service", lambda: True)
+    _, out, _ = run(capsys, "doctor")
+    lines = lines_of(out)
+    assert "runs" in lines["MPS daemon"]
+    assert "without it" not in lines["MPS daemon"]
+    assert "5.0 GB: python, process 12" in lines["GPU 0, A100"]
+    assert "memory not known: x, process 7" in lines["GPU 1, A100"]
 
 
 @pytest.mark.usefixtures("machine")
@@ -285,6 +306,8 @@ def test_doctor_sees_the_frameworks_of_this_machine() -> None:
     )
     told, has_ray = json.loads(done.stdout.splitlines()[-1])
     assert told["devices"][0]["frameworks"] == ["torch", "jax", "tensorflow", "keras"]
+    if len(told["devices"]) == 1:
+        assert [row["what"] for row in told["accelerators"]] == ["accelerators"]
     assert told["devices"][0]["memory"]["total"] >= told["devices"][0]["memory"]["free"] > 0
     keras = next(row for row in told["packages"] if row["what"] == "keras")
     assert keras["here"].endswith("backend torch")

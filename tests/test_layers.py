@@ -37,7 +37,7 @@ ORDER = (
     "failures frames plotting",
     "frameworks",
     "interrupts members",
-    "joining recipe",
+    "joining nvidia recipe",
     "each devices",
     "directions",
     "fingerprints formatting garbage shuffles trees unknown_names user_cache",

@@ -23,7 +23,8 @@ def test_on_the_stand_in_accelerator() -> None:
         "PYTHONPATH": os.pathsep.join([str(FOLDER / "autoload"), *sys.path]),
     }
     plugins = ["-p", "no:xdist", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", str(FOLDER), "--timeout", "600", *plugins]
+    folders = [str(FOLDER), str(FOLDER.parent / "gpu")]
+    command = [sys.executable, "-m", "pytest", *folders, "--timeout", "600", *plugins]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
         pytest.fail(f"{' '.join(command)}:\n{result.stdout[-20000:]}\n{result.stderr[-4000:]}", pytrace=False)

@@ -23,14 +23,15 @@ class Trainee:
     """One member: a module, its optimizer and its data on the device."""
 
     def __init__(self, row: Row, rate: float, x: Tensor, y: Tensor, *, fused: bool | None = None) -> None:
-        self.model = make_net(row)
+        self.model = make_net(row).to(x.device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=rate, fused=fused)
         self.x, self.y = x, y
 
     def train_epoch(self, batch: int, loss_of: Loss = loss_and_output) -> tuple[float, float]:
         """One shuffled epoch; the mean loss and the accuracy, read once at its end."""
-        total, correct = torch.zeros(()), torch.zeros((), dtype=torch.int64)
-        for rows in torch.randperm(len(self.x)).split(batch):
+        device = self.x.device
+        total, correct = torch.zeros((), device=device), torch.zeros((), dtype=torch.int64, device=device)
+        for rows in torch.randperm(len(self.x), device=device).split(batch):
             x, y = self.x[rows], self.y[rows]
             self.optimizer.zero_grad()
             loss, output = loss_of(self.model, x, y)
@@ -41,9 +42,9 @@ class Trainee:
         return total.item() / len(self.x), correct.item() / len(self.x)
 
 
-def trainees(row: Row, members: range, *, fused: bool | None = None) -> list[Trainee]:
+def trainees(row: Row, members: range, *, fused: bool | None = None, device: str = "cpu") -> list[Trainee]:
     """The members of `row` with these numbers, each with its own rate and its own or the shared data."""
-    data = [(torch.from_numpy(x), torch.from_numpy(y)) for x, y in datasets(row)]
+    data = [(torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)) for x, y in datasets(row)]
     rates = row.rates()
     torch.manual_seed(0)
     return [Trainee(row, float(rates[member]), *data[member % len(data)], fused=fused) for member in members]

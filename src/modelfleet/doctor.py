@@ -4,15 +4,16 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from modelfleet import __version__, frameworks
+from modelfleet import __version__, frameworks, nvidia
 from modelfleet.devices import Device, Memory, cores, host_memory
 from modelfleet.frameworks.adapter_protocol import Adapter
+from modelfleet.frameworks.doctor_rows import Row
 from modelfleet.types import Json
 
 if TYPE_CHECKING:
@@ -51,16 +52,6 @@ PACKAGES = (
 
 
 @dataclass(frozen=True)
-class Row:
-    """Says what this machine has of something, what that is for, and what to do if it is missing."""
-
-    what: str
-    here: str | None
-    purpose: str = ""
-    advice: str = ""
-
-
-@dataclass(frozen=True)
 class FoundDevice:
     """Names a device, its memory if a framework knows it, and the frameworks that see it."""
 
@@ -77,6 +68,7 @@ class Report:
     python: str
     packages: tuple[Row, ...]
     devices: tuple[FoundDevice, ...]
+    accelerators: tuple[Row, ...]
     machine: tuple[Row, ...]
 
     def to_dict(self) -> dict[str, Json]:
@@ -89,8 +81,14 @@ def examine() -> Report:
     # Otherwise TensorFlow prints every library that it does not find.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     adapters, problems = load_adapters()
+    found = devices(adapters)
     return Report(
-        __version__, platform.python_version(), packages(adapters, problems), devices(adapters), machine(adapters)
+        __version__,
+        platform.python_version(),
+        packages(adapters, problems),
+        found,
+        accelerators(adapters, found),
+        machine(adapters),
     )
 
 
@@ -102,7 +100,8 @@ def describe(report: Report) -> "RenderableType":
     table = Table(title=f"modelfleet {report.modelfleet} on Python {report.python}", title_justify="left")
     for column in ("what", "here", "for", "what to do"):
         table.add_column(column, overflow="fold")
-    for rows in (report.packages, [_device_row(found) for found in report.devices], report.machine):
+    found = [_device_row(found) for found in report.devices]
+    for rows in (report.packages, found, report.accelerators, report.machine):
         for row in rows:
             # As Text, since rich would take the brackets of a pip command for markup.
             table.add_row(*map(Text, (row.what, row.here or "–", row.purpose, row.advice)))
@@ -174,6 +173,28 @@ def devices(adapters: Mapping[str, Adapter]) -> tuple[FoundDevice, ...]:
                 memories[device] = _attempt(lambda adapter=adapter, d=device: adapter.memory(adapter.native(d)))[0]
     accelerators = [FoundDevice(str(device), memories[device], tuple(names)) for device, names in seen_by.items()]
     return FoundDevice("cpu", host_memory(), tuple(adapters)), *accelerators
+
+
+def accelerators(adapters: Mapping[str, Adapter], found: Sequence[FoundDevice]) -> tuple[Row, ...]:
+    """Return what decides how quick the accelerators are, and who uses their memory; or that there are none."""
+    kinds = {own.device.partition(":")[0] for own in found}
+    if kinds == {"cpu"}:
+        return (Row("accelerators", None, "fast training", "no framework sees one here: models run on the CPU"),)
+    rows: list[Row] = []
+    for adapter in adapters.values():
+        if hasattr(adapter, "accelerator_rows"):
+            rows += _attempt(adapter.accelerator_rows)[0] or ()
+    if "cuda" in kinds:
+        runs = nvidia.multi_process_service()
+        advice = "" if runs else f"{nvidia.START_MPS}; without it, processes take turns on a GPU"
+        rows.append(Row("MPS daemon", "runs" if runs else None, "several processes at once on one GPU", advice))
+        rows += [_process_row(process) for process in nvidia.processes()]
+    return tuple(rows)
+
+
+def _process_row(process: nvidia.GpuProcess) -> Row:
+    used = "memory not known" if process.bytes is None else _size(process.bytes)
+    return Row(process.gpu, f"{used}: {process.name}, process {process.pid}", "memory by process")
 
 
 def machine(adapters: Mapping[str, Adapter]) -> tuple[Row, ...]:

@@ -179,6 +179,35 @@ def test_lanes_share_the_device_as_it_measures_best(monkeypatch: pytest.MonkeyPa
     assert other.plan((X, Y), **LONG).sharing == "interleaved"
 
 
+def test_processes_that_would_take_turns_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def epoch_seconds(self: Any, opener: Any, opened: Any, sharing: str, *rest: Any) -> float:
+        tried.append(sharing)
+        return 1e-6 if sharing == "processes" else 1e9
+
+    monkeypatch.setattr(measurements.Measurements, "epoch_seconds", epoch_seconds)
+    Stopwatch(monkeypatch, 0.1, 0.1)
+    for shared, best in ((True, "processes"), (False, "interleaved")):
+        monkeypatch.setattr(planner, "shared_by_processes", lambda device, shared=shared: shared)
+        tried.clear()
+        plan = two_depths().plan((X, Y), epochs=1000, batch_size=8)
+        assert plan.sharing == best
+        assert tried == (["threads", "processes"] if shared else ["threads"])
+        assert plan.note == ""
+
+
+def test_a_plan_tells_what_processes_cost_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = two_depths()
+    assert fleet.plan((X, Y), strategy="processes").note == ""
+    monkeypatch.setattr(planner, "shared_by_processes", lambda device: False)
+    plan = fleet.plan((X, Y), strategy="processes")
+    assert plan.sharing == "processes"
+    assert "processes take turns on cpu" in plan.note
+    assert plan.note in " ".join(str(plan).split())
+    assert fleet.plan((X, Y), strategy="threads").note == ""
+
+
 def test_real_trials_leave_the_members_alone_and_give_a_time() -> None:
     plain, fleet = fleet_of(4), fleet_of(4)
     plan = fleet.plan((X, Y), **LONG)

@@ -47,17 +47,6 @@ def test_dropout_at_a_rate_per_member_has_one_mask_on_every_device() -> None:
     assert differing(there, on_cpu) == []
 
 
-@pytest.mark.parametrize("strategy", ["auto", "threads", "interleaved"])
-def test_two_devices_get_the_weights_of_one(strategy: Strategy) -> None:
-    fleets = [
-        fitted(devices, (X, Y), {"strategy": strategy}, build=dropping, width=mf.each([6, 7, 8, 9]), members=4)
-        for devices in ("cpu", "standin:0,standin:1")
-    ]
-    close(*fleets)
-    lanes = fleets[1].plan((X, Y), batch_size=8, strategy=strategy).lanes
-    assert {lane.device for lane in lanes} == {"standin:0", "standin:1"}
-
-
 def test_auto_takes_the_accelerators_that_torch_has() -> None:
     fleet = fleet_on("auto")
     assert {lane.device for lane in fleet.plan((X, Y)).lanes} <= {"standin:0", "standin:1"}

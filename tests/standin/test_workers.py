@@ -3,11 +3,9 @@
 import pickle
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests.helpers import all_weights
 from tests.standin.device import Told, listening
 from tests.standin.models import X, Y, close, dropping, fitted
 from torch import nn
@@ -15,8 +13,6 @@ from torch import nn
 import modelfleet as mf
 from modelfleet.frameworks.torch.parallel.process_group import ProcessGroup
 from modelfleet.workers.pickling import pickle_value
-
-BOTH = "standin:0,standin:1"
 
 
 def on_the_second() -> nn.Module:
@@ -36,25 +32,16 @@ def test_models_are_sent_without_their_device() -> None:
         assert torch.equal(sent.state_dict()[name], tensor.cpu())
 
 
-@pytest.mark.parametrize("strategy", ["processes", "data_parallel"])
-def test_weights_are_those_of_one_device(strategy: str) -> None:
-    on_cpu = fitted("cpu", (X, Y), {"strategy": "fused"}, build=dropping)
-    there = fitted(BOTH, (X, Y), {"strategy": strategy}, build=on_the_second)
+def test_processes_on_one_device_get_its_weights_and_the_plan_tells_their_cost() -> None:
+    width = mf.each([6, 7])
+    there, on_cpu = (
+        fitted(device, (X, Y), {"strategy": strategy}, build=dropping, width=width, members=2)
+        for device, strategy in (("standin:1", "processes"), ("cpu", "interleaved"))
+    )
     close(there, on_cpu)
-    for own in all_weights(there).values():
-        assert {tensor.device for tensor in own.values()} == {torch.device("standin:1")}
-
-
-def test_replicas_on_both_devices_answer_as_the_model() -> None:
-    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).to("standin:1")
-    with torch.no_grad():  # eighths: no sum of them is rounded, whatever batch a row is in
-        for parameter in model.parameters():
-            parameter.copy_((8 * parameter).round() / 8)
-    x = np.round(8 * X) / 8
-    found = mf.map(model, mf.each({"ada": x, "bob": x[:7]}), devices=BOTH, batch_size=8)
-    expected = model(torch.from_numpy(x).to("standin:1")).detach().cpu().numpy()
-    np.testing.assert_array_equal(found["ada"], expected)
-    np.testing.assert_array_equal(found["bob"], expected[:7])
+    plan = there.plan((X, Y), strategy="processes")
+    assert "processes take turns on standin:1" in plan.note
+    assert there.plan((X, Y)).note == ""
 
 
 def test_each_rank_takes_its_own_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

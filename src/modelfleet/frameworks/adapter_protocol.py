@@ -135,6 +135,7 @@ class Adapter(Protocol):
     * `compiled(model)`, if models hold their loss and metrics themselves: it returns both.
     * `pieces(model, stages, example, train)`, if models can be cut: it returns `frameworks.pieces.Pieces`.
     * `version_note() -> str`, if `modelfleet doctor` should show more than the framework's version.
+    * `accelerator_rows() -> list[Row]`, if `modelfleet doctor` should say more about this machine's accelerators.
     * `cache_folder() -> Path`, if compiled programs are kept there between runs. `modelfleet doctor` shows it.
     """
 

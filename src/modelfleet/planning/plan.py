@@ -25,6 +25,8 @@ class Plan:
     lanes: tuple[LaneSpec, ...]
     sharing: SharingName = "interleaved"
     """Way in which the lanes share their devices."""
+    note: str = field(default="", compare=False)
+    """What the sharing costs on these devices, if that is worth knowing."""
     predicted_seconds: float | None = field(default=None, compare=False)
     """Predicted time for all epochs of all members."""
     seconds_per_epoch: float | None = field(default=None, compare=False)

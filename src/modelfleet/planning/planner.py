@@ -18,6 +18,7 @@ from modelfleet.errors import StrategyError
 from modelfleet.lanes import Groups, LaneSpec
 from modelfleet.lanes.shared_objects import find_shared_object
 from modelfleet.lanes.spec import join_reasons
+from modelfleet.nvidia import START_MPS, shared_by_processes
 from modelfleet.planning import lane_width, placement, width_classes
 from modelfleet.planning.fusability import split_indivisible, split_unfusable
 from modelfleet.planning.measurements import (
@@ -83,7 +84,7 @@ class Planner:
         plan = self._plan_fit(opener, specs, strategy, sharings, resumed)
         if plan.sharing == "threads":
             plan = self._refuse_shared_objects(opener, plan, strategy)
-        return plan
+        return replace(plan, note=_cost_of_processes(opener.groups, plan))
 
     @staticmethod
     def _refuse_shared_objects(opener: LaneOpener, plan: Plan, strategy: Strategy) -> Plan:
@@ -120,12 +121,11 @@ class Planner:
             elif strategy in ("auto", "fused"):
                 sharing = resumed
             return Plan(tuple(specs), "processes" if clustered else sharing)
-        # A loader was read a little to check it. A worker would continue there, not from the start.
         others: tuple[SharingName, ...] = ()
         if strategy == "auto":
-            others = (
-                ("threads",) if opener.feeding.uses_loaders("data", "validation") else ("threads", "processes")
-            )
+            # A loader was read a little to check it. A worker would continue there, not from the start.
+            loaders = opener.feeding.uses_loaders("data", "validation")
+            others = ("threads",) if loaders or not _may_use_processes(groups) else ("threads", "processes")
         if not groups.several_devices:
             if strategy != "auto":
                 return Plan(tuple(specs), sharing)
@@ -378,6 +378,23 @@ def usual_sharing(groups: Groups) -> SharingName:
     if groups.pool.places:
         return "processes"
     return "threads" if groups.several_devices else "interleaved"
+
+
+def _may_use_processes(groups: Groups) -> bool:
+    """Return True if processes can compute side by side: on a device each, or on one that they can share."""
+    return groups.several_devices or shared_by_processes(groups.devices(groups.specs[0])[0])
+
+
+def _cost_of_processes(groups: Groups, plan: Plan) -> str:
+    """Return what processes cost that take turns on one accelerator; an empty text if these do not."""
+    if plan.sharing != "processes" or _may_use_processes(groups):
+        return ""
+    device = groups.devices(groups.specs[0])[0]
+    service = f", or start NVIDIA's multi-process service ({START_MPS})" if device.kind == "cuda" else ""
+    return (
+        f"processes take turns on {device}, and each takes memory there for a context of its own. Use "
+        f'"interleaved" or "threads"{service}.'
+    )
 
 
 def _placement(specs: Sequence[LaneSpec]) -> Placement:

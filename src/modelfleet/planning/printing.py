@@ -68,6 +68,8 @@ def as_renderable(plan: "Plan") -> "RenderableType":
     for row in rows:
         reasons.setdefault(row.lanes[0].reason, []).append(row)
     lines = [Padding(Text(f"{_lanes(own)}: {reason}"), (0, 0, 0, 1)) for reason, own in reasons.items() if reason]
+    if plan.note:
+        lines.append(Padding(Text(plan.note), (0, 0, 0, 1)))
     return Group(table, *lines)
 
 

@@ -21,8 +21,7 @@ from modelfleet.runs.job import Job
 from modelfleet.runs.remote_state import WORKER_POLICY
 from modelfleet.types import Kind, State
 from modelfleet.workers import Place, SharedValue, Task, Worker, WorkerDiedError
-from modelfleet.workers.places import machine_places
-from modelfleet.workers.process import ProcessPlace
+from modelfleet.workers.places import machine_places, shared_place
 from modelfleet.workers.supervisor import RestartBudget, Supervisor
 
 CHECK_SECONDS = 0.02  # for each of several workers that are waited for together
@@ -147,8 +146,8 @@ class AnsweringWorkers:
             return [(place, by_name[place.name]) for place in places if by_name[place.name]]
         cores = os.cpu_count() or 1
         count = max(1, min(cores, len(specs)))
-        env = {"OMP_NUM_THREADS": str(max(1, cores // count))}
-        return [(ProcessPlace("", "", env), list(specs[number::count])) for number in range(count)]
+        place = shared_place(self._devices[0], max(1, cores // count))
+        return [(place, list(specs[number::count])) for number in range(count)]
 
     def _order(
         self,

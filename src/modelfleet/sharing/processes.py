@@ -8,6 +8,7 @@ its lanes one by one, from their last whole epoch. A lane on which workers die a
 import os
 from collections.abc import Iterator, Sequence
 
+from modelfleet.devices import parse_devices
 from modelfleet.remote.lanes import RemoteLanes, work_of
 from modelfleet.remote.messages import OrderWriter
 from modelfleet.runs.events import Event, RunOptions
@@ -15,6 +16,7 @@ from modelfleet.runs.lane_run import LaneRun
 from modelfleet.sharing.dispatcher import Dispatcher, WorkerSeat
 from modelfleet.workers import Place
 from modelfleet.workers.pickling import pickle_value
+from modelfleet.workers.places import shared_place
 from modelfleet.workers.process import ProcessPlace
 
 
@@ -28,8 +30,9 @@ def on_one_device(writer: OrderWriter, runs: Sequence[LaneRun], options: RunOpti
         own = [run for run in runs if run.lane.spec.wave == wave and run.working]
         if own and not options.stopped():
             assignments = _divide(own, cores)
-            env = {"OMP_NUM_THREADS": str(max(1, cores // len(assignments)))}
-            seats = [WorkerSeat(ProcessPlace("", "", env), None) for _ in assignments]
+            (device,) = parse_devices(own[0].lane.device) or ()
+            place = shared_place(device, max(1, cores // len(assignments)))
+            seats = [WorkerSeat(place, place.device or None) for _ in assignments]
             yield from Dispatcher(writer, seats, assignments, options).run()
 
 

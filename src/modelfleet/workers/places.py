@@ -7,6 +7,7 @@ from typing import Protocol
 from modelfleet.devices import Device, parse_devices, threads_of
 from modelfleet.errors import InputError
 from modelfleet.workers.inline import InlinePlace
+from modelfleet.workers.own_device import own_device
 from modelfleet.workers.process import ProcessPlace
 from modelfleet.workers.protocol import Place
 
@@ -58,9 +59,22 @@ def ray_places(wanted: tuple[Device, ...] | None) -> list[Place]:
 
 
 def machine_places(devices: Sequence[Device]) -> list[Place]:
-    """Return a place with a process of its own for each device of this machine."""
+    """Return a place with a process of its own for each device of this machine. A worker sees no other GPU."""
     threads = threads_of(devices)
-    return [ProcessPlace(str(device), str(device), worker_environment(device, threads)) for device in devices]
+    return [
+        ProcessPlace(str(device), str(own.device), worker_environment(device, threads) | own.env)
+        for device in devices
+        for own in [own_device(device)]
+    ]
+
+
+def shared_place(device: Device, threads: int) -> ProcessPlace:
+    """Return a place for the workers that share a device of this machine.
+
+    Its device is empty if that has the same name for them as here.
+    """
+    own = own_device(device)
+    return ProcessPlace("", str(own.device) if own.env else "", {"OMP_NUM_THREADS": str(threads), **own.env})
 
 
 def worker_environment(device: Device, threads: int) -> dict[str, str]:

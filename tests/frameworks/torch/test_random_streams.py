@@ -245,3 +245,18 @@ def test_random_operations_draw_from_the_stream_one_after_the_other() -> None:
     np.testing.assert_allclose(randn, expected.normal(1, 5), rtol=1e-12)
     np.testing.assert_array_equal(randint, expected.wide(2, 5) % 1000)
     np.testing.assert_allclose(dropped, (expected.uniform(3, 6, 24) < 0.75) / 0.75, rtol=1e-15)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.3, 0.5, 0.7, 0.95])  # 1.0 multiplies whatever is kept by 0
+def test_every_way_to_drop_keeps_the_same_numbers_at_the_boundary(
+    rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A uniform number u = k / 2**24 is kept if u < 1 - rate, exactly."""
+    middle = int((1.0 - rate) * 2**24)
+    numbers = [k for k in range(middle - 2, middle + 3) if 0 <= k < 2**24]
+    words = torch.tensor([[(k - 2**23) << 8 for k in numbers]], dtype=torch.int32)
+    monkeypatch.setattr(Streams, "words32", lambda self, shape: words.view(list(shape)))
+    stacked = Streams(torch.zeros(1, dtype=torch.int64), torch.zeros(1))
+    expected = [k / 2**24 < 1.0 - rate for k in numbers]
+    assert stacked.below([1, len(numbers)], 1.0 - rate)[0].tolist() == expected
+    assert stacked.kept([1, len(numbers)], torch.tensor([rate], dtype=torch.float64))[0].tolist() == expected

@@ -27,7 +27,7 @@ from modelfleet.frameworks.torch.devices import (
     use_threads,
 )
 from modelfleet.frameworks.torch.direct import DirectModels
-from modelfleet.frameworks.torch.doctor_facts import cache_folder
+from modelfleet.frameworks.torch.doctor_facts import accelerator_rows, cache_folder
 from modelfleet.frameworks.torch.engine import make_engine
 from modelfleet.frameworks.torch.family import family
 from modelfleet.frameworks.torch.lessons import CLASS_AXIS

@@ -2,17 +2,21 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
 from modelfleet.devices import Device, Memory, chosen
 
-# Messages of torch's allocators, of CUDA, cuBLAS and cuDNN, and of C++.
+# Messages of torch's allocators, of CUDA, its libraries and SYCL, and of C++.
 _OUT_OF_MEMORY = (
     "can't allocate memory",
     "not enough memory",
     "out of memory",
     "_ALLOC_FAILED",
+    "ALLOCATION_FAILED",
+    "OUT_OF_DEVICE_MEMORY",
+    "OUT_OF_HOST_MEMORY",
     "cudaErrorMemoryAllocation",
     "std::bad_alloc",
     "Cannot allocate memory",
@@ -58,8 +62,11 @@ def memory(device: torch.device) -> Memory | None:
 
 def hardware(device: torch.device) -> str | None:
     """Return the name of an accelerator's model, such as "NVIDIA A100-SXM4-40GB"; None for the CPU."""
-    if device.type == "cpu":
-        return None
+    return None if device.type == "cpu" else _model(device)
+
+
+@cache  # every step asks
+def _model(device: torch.device) -> str:
     find = getattr(getattr(torch, device.type, None), "get_device_name", None)
     return device.type if find is None else str(find(device))
 

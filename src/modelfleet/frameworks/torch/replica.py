@@ -30,14 +30,15 @@ class Replica:
 
     Parameters that are already on the device are not copied. Everything else is, so that replicas do not share the
     buffers that a forward pass writes. A model that can't be copied is used itself.
-    """
 
-    pads = False
+    On an accelerator batches have few sizes: torch keeps memory and chooses kernels for each.
+    """
 
     def __init__(self, model: nn.Module, device: torch.device, precision: str) -> None:
         self._model = _copy(model, device)
         self._dtypes = _dtypes(model)
         self._device = device
+        self.pads = device.type != "cpu"
         self._precision = PRECISIONS[precision]
         self._outputs = Outputs(_host, _opened)
         self._entered = ExitStack()

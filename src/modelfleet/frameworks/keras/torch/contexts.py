@@ -8,6 +8,7 @@ from types import ModuleType
 import keras
 import torch
 from keras.src.backend.torch import random as keras_random
+from keras.src.backend.torch.core import get_device
 from keras.src.random.seed_generator import draw_seed
 
 from modelfleet.frameworks.torch.random.operations import DrawFromStreams
@@ -60,5 +61,7 @@ def unfiltered_errors() -> Iterator[None]:
 @contextmanager
 def drawing(seed: int, step: int) -> Iterator[None]:
     """Have a model that steps alone draw the numbers that a lane would draw for that member."""
-    with STREAM_DRAWS, DrawFromStreams(Streams(torch.tensor(seed), torch.tensor(step))):
+    device = get_device()
+    streams = Streams(torch.tensor(seed, device=device), torch.tensor(step, device=device))
+    with STREAM_DRAWS, DrawFromStreams(streams):
         yield

@@ -36,6 +36,7 @@ from modelfleet.frameworks.torch.compiling.experience import learn
 from modelfleet.frameworks.torch.compiling.graph_source import ANY_WIDTH, ONE_WIDTH, Form, GraphSource, describe
 from modelfleet.frameworks.torch.compiling.one_library import one_library
 from modelfleet.frameworks.torch.compiling.vectors import knows_vectors
+from modelfleet.frameworks.torch.devices import hardware
 from modelfleet.frameworks.torch.doctor_facts import cache_folder
 from modelfleet.frameworks.torch.tracing.scans import DECOMPOSITIONS
 from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, Program, TensorSpec, forgetting_sources
@@ -113,9 +114,10 @@ class Compiler:
         self._next_look = 0.0
 
     def _load_or_compile(self, steps_left: int, seconds_per_step: float) -> None:
-        part = self._compilable_part(seconds_per_step)
-        won = seconds_won(self._program.operations, steps_left, seconds_per_step, part)
-        if loading_pays(seconds_saved(steps_left, seconds_per_step, part)) and self._marker.exists():
+        known, part = self.hardware, self._compilable_part(seconds_per_step)
+        won = seconds_won(self._program.operations, steps_left, seconds_per_step, known, compilable=part)
+        saved = seconds_saved(steps_left, seconds_per_step, known, compilable=part)
+        if loading_pays(saved) and self._marker.exists():
             QUEUE.withdraw(self)
             form = self._marker.read_text()
             self._load([source for source in self._forms() if source.form == form] or self._forms())
@@ -140,11 +142,17 @@ class Compiler:
         return cache_folder() / "modelfleet" / name  # next to torch's own files, so that both are deleted together
 
     @cached_property
+    def hardware(self) -> str | None:
+        """Return the name of the accelerator's model that the program runs on; None for the CPU."""
+        return hardware(self._program.inputs[0].device)
+
+    @cached_property
     def _digest(self) -> str:
         graph = self._program.graph
         assert graph is not None
         source = GraphSource.of(graph, self._program.inputs, ONE_WIDTH)
         text = f"{torch.__version__} {source.text} {[describe(spec) for spec in source.inputs]}"
+        text += self.hardware or ""  # torch compiles for one model of accelerator
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _forms(self) -> list[GraphSource]:
@@ -184,9 +192,9 @@ class Compiler:
         assert self._program.graph is not None
         begun, before = self._begun
         now = time.monotonic()
-        learn(seconds_per_node=(now - begun) / len(self._program.graph.graph.nodes))
+        learn(self.hardware, seconds_per_node=(now - begun) / len(self._program.graph.graph.nodes))
         if seconds_per_step:
-            learn(slowed=1 - before / seconds_per_step)
+            learn(self.hardware, slowed=1 - before / seconds_per_step)
         self._judge_at = now + JUDGE_SECONDS
 
     def _judge(self, seconds_per_step: float | None) -> None:
@@ -195,7 +203,7 @@ class Compiler:
             self._judge_at = None
             if self._begun is not None and self._program.compiled:
                 part = self._compilable_part(self._begun[1]) or COMPILABLE
-                learn(saved=(1 - seconds_per_step / self._begun[1]) / part)
+                learn(self.hardware, saved=(1 - seconds_per_step / self._begun[1]) / part)
 
     def _load(self, forms: Sequence[GraphSource]) -> None:
         self._done = True

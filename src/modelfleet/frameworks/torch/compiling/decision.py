@@ -46,55 +46,63 @@ def too_large(operations: int) -> bool:
     return operations > MAX_NODES
 
 
-def saved_fraction(compilable: float | None = None) -> float:
-    """Return the part of a step's time that compiling saves.
+def saved_fraction(hardware: str | None = None, *, compilable: float | None = None) -> float:
+    """Return the part of a step's time that compiling saves, on the CPU or on a model of accelerator.
 
     Args:
+        hardware: The model of accelerator; None for the CPU.
         compilable: The part that is spent in operations that a compiler can merge. None if it is not known.
     """
     part = COMPILABLE if compilable is None else compilable
-    return part * experience.measured(experience.SAVED, SAVED_OF_COMPILABLE)
+    return part * experience.measured(experience.SAVED, SAVED_OF_COMPILABLE, hardware)
 
 
-def seconds_saved(steps_left: int, seconds_per_step: float, compilable: float | None = None) -> float:
+def seconds_saved(
+    steps_left: int, seconds_per_step: float, hardware: str | None = None, *, compilable: float | None = None
+) -> float:
     """Return how much time the remaining steps would save if they were compiled now."""
-    return steps_left * seconds_per_step * saved_fraction(compilable)
+    return steps_left * seconds_per_step * saved_fraction(hardware, compilable=compilable)
 
 
 def seconds_won(
-    operations: int, steps_left: int, seconds_per_step: float, compilable: float | None = None
+    operations: int,
+    steps_left: int,
+    seconds_per_step: float,
+    hardware: str | None = None,
+    *,
+    compilable: float | None = None,
 ) -> float:
     """Return how many seconds sooner the remaining steps are done if a graph is compiled beside them, or 0."""
     left = steps_left * seconds_per_step
-    compiling = seconds_to_compile(operations)
+    compiling = seconds_to_compile(operations, hardware)
     # Steps go on meanwhile, more slowly: they leave a core to the compiler.
-    lost = compiling * experience.measured(experience.SLOWED, SLOWED_FRACTION) + SECONDS_TO_LOAD
-    return max(0.0, (left - compiling) * saved_fraction(compilable) - lost)
+    lost = compiling * experience.measured(experience.SLOWED, SLOWED_FRACTION, hardware) + SECONDS_TO_LOAD
+    return max(0.0, (left - compiling) * saved_fraction(hardware, compilable=compilable) - lost)
 
 
-def seconds_to_compile(operations: int) -> float:
+def seconds_to_compile(operations: int, hardware: str | None = None) -> float:
     """Return how long it takes to compile a graph beside the training."""
-    measured = experience.measured(experience.COST, 0.0)
+    measured = experience.measured(experience.COST, 0.0, hardware)
     if measured:
         return max(SECONDS_AT_LEAST, measured * operations)
     return (CROWDED if cores() < FEW_CORES else 1.0) * max(SECONDS_AT_LEAST, SECONDS_PER_NODE * operations)
 
 
-def time_ratio(operations: int) -> float:
+def time_ratio(operations: int, hardware: str | None = None) -> float:
     """Return how long a step of so many operations will take once it is compiled, relative to now.
 
     A shorter run is not compiled. But its first steps, which are those that are timed, draw without their loops in
     C, and take longer than those after them by about as much.
     """
-    return 1.0 if compile_mode() == "never" or too_large(operations) else 1.0 - saved_fraction()
+    return 1.0 if compile_mode() == "never" or too_large(operations) else 1.0 - saved_fraction(hardware)
 
 
-def may_pay(steps_left: int, seconds_per_step: float | None) -> bool:
+def may_pay(steps_left: int, seconds_per_step: float | None, hardware: str | None = None) -> bool:
     """Return True if compiling a step, or loading it from the cache, may pay. Its graph is not known yet."""
     mode = compile_mode()
     if mode != "auto" or seconds_per_step is None:
         return mode == "now"
-    return loading_pays(seconds_saved(steps_left, seconds_per_step))
+    return loading_pays(seconds_saved(steps_left, seconds_per_step, hardware))
 
 
 def loading_pays(saving: float) -> bool:

@@ -1,6 +1,7 @@
 """What compiling has cost and saved on this machine, kept from run to run beside the planner's times.
 
-Only the decision to compile depends on it, never a result.
+Each model of accelerator has numbers of its own: another compiler makes its kernels, and they save another part of
+a step. Only the decision to compile depends on them, never a result.
 """
 
 from contextlib import suppress
@@ -16,13 +17,18 @@ MAX_PART = 0.9
 LEAST_SAVED = 0.1  # what has saved nothing once is tried again in a very long run
 
 
-def measured(name: str, default: float) -> float:
-    """Return a number as it was measured here, or the default."""
-    return _known(user_cache()).get(name, default)
+def measured(name: str, default: float, hardware: str | None = None) -> float:
+    """Return a number as it was measured on the CPU, or on a model of accelerator; the default if it was not."""
+    return _known(user_cache()).get(_key(name, hardware), default)
 
 
-def learn(**found: float) -> None:
-    """Keep numbers that were measured. Each is averaged with what was known, because one measurement is noisy."""
+def learn(hardware: str | None = None, **found: float) -> None:
+    """Keep numbers that were measured. Each is averaged with what was known, because one measurement is noisy.
+
+    Args:
+        hardware: The name of the accelerator's model; None for the CPU.
+        **found: The numbers.
+    """
     folder = user_cache()
     if folder is None:
         return
@@ -30,7 +36,8 @@ def learn(**found: float) -> None:
     for name, value in found.items():
         if name != COST:
             value = min(MAX_PART, max(LEAST_SAVED if name == SAVED else 0.0, value))
-        known[name] = (known[name] + value) / 2 if name in known else value
+        key = _key(name, hardware)
+        known[key] = (known[key] + value) / 2 if key in known else value
     with suppress(OSError):
         write_numbers(_path(folder), known)
 
@@ -39,6 +46,10 @@ def learn(**found: float) -> None:
 def _known(folder: Path | None) -> dict[str, float]:
     # Read once: steps ask again and again.
     return {} if folder is None else read_numbers(_path(folder))
+
+
+def _key(name: str, hardware: str | None) -> str:
+    return name if hardware is None else f"{name} on {hardware}"
 
 
 def _path(folder: Path) -> Path:

@@ -16,6 +16,7 @@ from modelfleet.frameworks.torch.base import on_host
 from modelfleet.frameworks.torch.compiling.compilable import compilable_seconds
 from modelfleet.frameworks.torch.compiling.compiler import CHECK_SECONDS, Compiler
 from modelfleet.frameworks.torch.compiling.decision import compile_mode, may_pay, time_ratio
+from modelfleet.frameworks.torch.devices import hardware
 from modelfleet.frameworks.torch.fused import packing
 from modelfleet.frameworks.torch.fused.arguments import (
     APPLYING,
@@ -114,7 +115,8 @@ class Programs(Generic[OwnSteps]):
         runners = list(self._all(*TRAINING))
         if not self.fused or any(runner.program.compiled for runner in runners):
             return 1.0
-        return time_ratio(max((runner.program.operations for runner in runners), default=0))
+        own = runners[0].compiler.hardware if runners else None
+        return time_ratio(max((runner.program.operations for runner in runners), default=0), own)
 
     @property
     def working_bytes(self) -> int | None:
@@ -240,15 +242,16 @@ class Programs(Generic[OwnSteps]):
 
     def _compiled(self, kind: str, args: Args, shared_data: bool, pace: Pace) -> Runner | None:
         """Return a program if it is compiled. It is traced to be compiled as soon as that may pay."""
+        own = hardware(args[0]["member"]["seed"].device)
         if not self._any_compiled and compile_mode() == "auto":
             now = time.monotonic()
             if now < self._next_request:
                 return None
             self._next_request = now + CHECK_SECONDS
-        if not any(key[0] == kind for key in self._programs) and not may_pay(*pace):
+        if not any(key[0] == kind for key in self._programs) and not may_pay(*pace, own):
             return None
         family, width = family_of(kind, args, shared_data), width_of(args)
-        if width not in self._programs.get(family, ()) and not may_pay(*self._shape_times.of(family, pace)):
+        if width not in self._programs.get(family, ()) and not may_pay(*self._shape_times.of(family, pace), own):
             return None
         runner = self._runner(kind, args, shared_data, family)
         if runner.compiler.compilable_seconds is None:
@@ -263,6 +266,8 @@ class Programs(Generic[OwnSteps]):
         """Return how long a step spends in operations that a compiler can merge; None if that is not known yet."""
         state, shared, _, active, *batch = args
         args = (state, shared, *batch, active)
+        if state["member"]["seed"].device.type != "cpu":
+            return None  # an accelerator's operations run on after they have been called
         runner = self._programs.get(family_of("packed_gradients", args, shared_data), {}).get(width_of(args))
         if runner is None or runner.program.graph is None:
             return None

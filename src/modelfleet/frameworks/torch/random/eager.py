@@ -29,6 +29,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from modelfleet.frameworks.torch.random.drawing_kernels import PLAIN_WHERE_DRAWING, draws_nothing
 from modelfleet.frameworks.torch.random.operations import (
     DRAW_RULES,
     device_of,
@@ -110,6 +111,7 @@ class EagerDraws(TorchDispatchMode):
     def __enter__(self) -> Self:
         """Draw from the member's stream from now on."""
         _PATCHES.enter()
+        PLAIN_WHERE_DRAWING.enter()
         super().__enter__()
         return self
 
@@ -118,6 +120,7 @@ class EagerDraws(TorchDispatchMode):
     ) -> None:
         """Draw from torch's generator again."""
         super().__exit__(exc_type, exc_val, exc_tb)
+        PLAIN_WHERE_DRAWING.leave()
         _PATCHES.leave()
 
     def __torch_dispatch__(
@@ -125,6 +128,8 @@ class EagerDraws(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if not _is_random(func) or self._uses_torch or has_own_generator(args, kwargs) or is_on_meta(args, kwargs):
+            return func(*args, **kwargs)
+        if draws_nothing(func, args, kwargs):
             return func(*args, **kwargs)
         number, self._number = self._number, self._number + 1
         self.count = max(self.count, self._number)

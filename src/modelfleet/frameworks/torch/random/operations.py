@@ -9,7 +9,8 @@ with no fixed number of draws. They have no rule, and models that draw them are 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
 from modelfleet.frameworks.torch.devices import seeded
+from modelfleet.frameworks.torch.random.drawing_kernels import PLAIN_WHERE_DRAWING, draws_nothing
 from modelfleet.frameworks.torch.random.streams import Streams
 
 aten = torch.ops.aten
@@ -225,11 +227,24 @@ class DrawFromStreams(TorchDispatchMode):
         """Return the streams."""
         return self._streams
 
+    def __enter__(self) -> Self:
+        """Draw from the streams from now on."""
+        PLAIN_WHERE_DRAWING.enter()
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
+    ) -> None:
+        """Draw as before."""
+        super().__exit__(exc_type, exc_val, exc_tb)
+        PLAIN_WHERE_DRAWING.leave()
+
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not is_random(func) or is_on_meta(args, kwargs):
+        if not is_random(func) or is_on_meta(args, kwargs) or draws_nothing(func, args, kwargs):
             return func(*args, **kwargs)
         if has_own_generator(args, kwargs):
             if self._streams.may_use_torch:
