@@ -296,3 +296,34 @@ def test_data_of_numpy_and_loaders() -> None:
     fit(loader, uneven, batch_size=None)
     assert loader.predict(x).shape == (40, 3)
     assert loader.evaluate(batches).keys() == {"loss"}
+
+
+class Breaks:
+    """Batches of eight rows, the last of which can't be read."""
+
+    def __init__(self, data: Any, whole: int) -> None:
+        self.data, self.whole = data, whole
+
+    def __iter__(self) -> Any:
+        for start in range(0, 8 * self.whole, 8):
+            yield tuple(part[start : start + 8] for part in self.data)
+        raise OSError("the disk is gone")
+
+
+@pytest.mark.parametrize("strategy", ["threads", "processes"])
+def test_steps_before_batches_that_can_not_be_read_are_kept(strategy: str) -> None:
+    x, y = rows()
+    chain, whole = chain_of(None, TWO), chain_of(None, TWO)
+    with pytest.raises(OSError, match="the disk is gone"):
+        fit(chain, Breaks((x, y), 3), batch_size=None, strategy=strategy)
+    fit(whole, (x[:24], y[:24]), epochs=1, shuffle=False)
+    assert_same_weights(weights(chain), weights(whole))
+    for one in (chain, whole):  # with the state of its optimizers
+        fit(one, (x[24:], y[24:]), epochs=1, shuffle=False)
+    assert_same_weights(weights(chain), weights(whole))
+    with pytest.raises(OSError, match="the disk is gone"):
+        fit(chain, (x, y), validation=Breaks((x, y), 2), epochs=1, shuffle=False, strategy=strategy)
+    fit(whole, (x, y), epochs=1, shuffle=False)
+    assert_same_weights(weights(chain), weights(whole))
+    with pytest.raises(OSError, match="the disk is gone"):
+        chain.predict(Breaks((x, y), 3), strategy=strategy)

@@ -21,6 +21,7 @@ from torch import nn
 
 import modelfleet as mf
 from modelfleet.errors import InputError, RankLostError
+from modelfleet.graph.running import BLAME_SECONDS, Ranks
 
 LONG = os.environ.get("MODELFLEET_TEST_LONG")  # fifty random moments instead of three; `make killing`
 LIMIT = 60.0  # seconds that something which has to happen may take
@@ -222,6 +223,29 @@ def test_a_rank_lost_in_a_validation_is_at_an_operation_of_the_validation() -> N
         fit(chain, rows(), validation=rows(12, seed=1), timeout=0.5)
     RELEASED.set()
     assert "'1' on cpu:1 was lost, which was at forward 1[0] in batch 1 of evaluate" in str(caught.value)
+
+
+def test_the_first_step_of_each_schedule_may_take_as_long_as_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may compile. What was asked of the ranks before it says nothing of how long a step takes."""
+    found: dict[str, list[float]] = {}
+    limit = Ranks._limit
+
+    def noted(self: Ranks, schedule: str) -> float:
+        found.setdefault(schedule, []).append(limit(self, schedule))
+        return found[schedule][-1]
+
+    class Read(mf.Callback):
+        wants_steps = True
+
+        def on_fit_start(self, run: Any) -> None:
+            run.snapshot("chain")
+
+    monkeypatch.setattr(Ranks, "_limit", noted)
+    chain = chain_of(None, TWO)
+    fit(chain, rows(), validation=rows(12, seed=1), epochs=2, callbacks=[Read()], timeout=200.0)
+    for schedule in ("train", "evaluate"):
+        assert found[schedule][0] == 200.0 + BLAME_SECONDS
+        assert found[schedule][-1] < 200.0
 
 
 class EvaluationTrap(nn.Module):
