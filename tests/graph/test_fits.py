@@ -195,6 +195,15 @@ def test_the_plan_says_what_batch_norm_sees() -> None:
     assert chain_of([first, frozen, second, third], TWO).plan(rows(), batch_size=8).notes == ()
 
 
+def test_the_plan_says_what_an_embedding_that_counts_its_rows_sees() -> None:
+    models = [nn.Embedding(5, 6, scale_grad_by_freq=True, dtype=torch.float64), nn.Linear(6, 3).double()]
+    data = torch.arange(40) % 5, rows()[1]
+    (note,) = chain_of(models, TWO).plan(data, batch_size=8).notes
+    assert "'0'" in note
+    assert "set micro_batches=1" in note
+    assert chain_of(models, TWO).plan(data, batch_size=8, micro_batches=1).notes[:1] != (note,)
+
+
 def test_a_plan_changes_nothing() -> None:
     chain = chain_of(stages(dropout=0.5))
     before = weights(chain), torch.get_rng_state()

@@ -254,6 +254,46 @@ def test_stages_that_recompute_a_part_of_themselves_draw_the_same_again(options:
     assert_as_undivided(models, rows(), options=options)
 
 
+class Force(nn.Module):
+    """Returns a number and its gradient by the input, as models of molecules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(7, 5), nn.Dropout(0.3), nn.Tanh(), nn.Linear(5, 1)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.requires_grad_()
+        energy = self.energy(x)
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return torch.cat([energy, force[:, 1:]], 1)
+
+
+@pytest.mark.parametrize("pipeline", ["1f1b", "zero-bubble"])
+def test_a_stage_that_computes_gradients_itself(pipeline: str) -> None:
+    first, second, third = stages()
+    chain = assert_as_undivided([first, Force(), second, third], rows(), options={"pipeline": pipeline})
+    assert chain.predict(rows()[0]).shape == (40, 3)
+
+
+@pytest.mark.parametrize("devices", [TWO, HYBRID])
+def test_an_embedding_with_sparse_gradients(devices: object) -> None:
+    torch.manual_seed(0)
+    models = [nn.Embedding(11, 6, sparse=True, dtype=torch.float64), nn.Tanh(), Last()]
+    recipe = {"optimizer": "sgd", "lr": 0.1}
+    assert_as_undivided(models, sentences(), devices=devices, recipe=recipe, options={"micro_batches": 3})
+
+
+class Last(nn.Module):
+    """Takes the mean over the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.mean(1))
+
+
 class Together(nn.Module):
     """Draws in a way that can't be divided by rows: numbers for more rows than there are, or with no rule."""
 

@@ -54,7 +54,9 @@ class NodeDraws:
 
     def of_loss(self) -> AbstractContextManager[object]:
         """Return the context for the loss of a whole batch, which draws after all nodes."""
-        if len(self._step.rows) > 1 or not self._of_loss.may_draw():  # in micro-batches, a loss that draws is refused
+        if (
+            len(self._step.rows) > 1 or not self._of_loss.may_draw()
+        ):  # in micro-batches, a loss that draws is refused
             return nullcontext()
         member = self._member
         return EagerDraws(member.seed, member.step, self._words, first=len(self._draws.shapes))

@@ -68,15 +68,27 @@ def try_node(
         contexts.autocast(),
     ):
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        outputs, fewer, draws, drawn, mixes = _look_at_rows(member, model, inputs)
+        outputs, fewer, draws, drawn, mixes = _look(member, model, inputs)
         changed = _changed_buffers(model, before)
         forward, backward, kept = _time(model, inputs.whole, wanted, train=train)
     return NodeTrial(outputs, fewer, forward, backward, kept, draws, mixes or bool(changed), changed, drawn=drawn)
 
 
-def _look_at_rows(
-    member: PlainMember, model: nn.Module, inputs: TrialInputs
-) -> tuple[Tree, Tree, DrawShapes | str, int, bool]:
+_Look = tuple[Tree, Tree, DrawShapes | str, int, bool]
+
+
+def _look(member: PlainMember, model: nn.Module, inputs: TrialInputs) -> _Look:
+    """Look at the rows without gradients, or with them, if the model computes gradients itself."""
+    try:
+        with torch.no_grad():
+            return _look_at_rows(member, model, inputs)
+    except RuntimeError as error:
+        if "grad" not in str(error):
+            raise
+    return _look_at_rows(member, model, inputs)
+
+
+def _look_at_rows(member: PlainMember, model: nn.Module, inputs: TrialInputs) -> _Look:
     """Return the outputs for all rows and for fewer, what the rows draw, how often, and whether they depend on
     each other.
 
@@ -97,7 +109,9 @@ def _look_at_rows(
         return outputs, fewer, str(error), counted.count, False
     mixes = any(
         (isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training)
-        or getattr(module, "scale_grad_by_freq", False)  # an embedding's gradient is divided by counts in the batch
+        or getattr(
+            module, "scale_grad_by_freq", False
+        )  # an embedding's gradient is divided by counts in the batch
         for module in model.modules()
     )
     own = [_first_rows(whole, part) for whole, part in zip(leaves(outputs), leaves(fewer), strict=True)]
@@ -113,7 +127,7 @@ def _changed_buffers(model: nn.Module, before: Mapping[str, Tensor]) -> frozense
 
 def _tried(member: PlainMember, model: nn.Module, inputs: Tree, draws: AbstractContextManager[object]) -> Tree:
     """Return the outputs of a model."""
-    with torch.no_grad(), draws:
+    with draws:
         return detached(call(model, map_tree(torch.clone, inputs)), member.name)
 
 
