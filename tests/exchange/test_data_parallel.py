@@ -43,9 +43,8 @@ class Forgets(mf.Exchange):
 
 EXCHANGES: dict[str, Callable[[], Any]] = {
     "outer": lambda: mf.Average(every_steps=3, outer=mf.Outer(), groups=[["a", "b"]]),
-    "gossip": lambda: mf.Gossip(groups=[["a", "b"]]),
     "exploit": lambda: mf.Exploit("loss"),
-    "own": Forgets,
+    "two": lambda: [mf.Gossip(groups=[["a", "b"]]), Forgets()],
 }
 
 

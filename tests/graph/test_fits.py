@@ -201,7 +201,7 @@ def test_the_plan_says_what_an_embedding_that_counts_its_rows_sees() -> None:
     (note,) = chain_of(models, TWO).plan(data, batch_size=8).notes
     assert "'0'" in note
     assert "set micro_batches=1" in note
-    assert chain_of(models, TWO).plan(data, batch_size=8, micro_batches=1).notes[:1] != (note,)
+    assert note not in chain_of(models, TWO).plan(data, batch_size=8, micro_batches=1).notes
 
 
 def test_a_plan_changes_nothing() -> None:
@@ -320,7 +320,7 @@ class Breaks:
 
 
 @pytest.mark.parametrize("strategy", ["threads", "processes"])
-def test_steps_before_batches_that_can_not_be_read_are_kept(strategy: str) -> None:
+def test_steps_before_batches_that_can_not_be_read_are_kept(strategy: Any) -> None:
     x, y = rows()
     chain, whole = chain_of(None, TWO), chain_of(None, TWO)
     with pytest.raises(OSError, match="the disk is gone"):

@@ -53,10 +53,11 @@ class NodeDraws:
         return context if context is not None and context.may_repeat else nullcontext()
 
     def of_loss(self) -> AbstractContextManager[object]:
-        """Return the context for the loss of a whole batch, which draws after all nodes."""
-        if (
-            len(self._step.rows) > 1 or not self._of_loss.may_draw()
-        ):  # in micro-batches, a loss that draws is refused
+        """Return the context for the loss of a whole batch, which draws after all nodes.
+
+        In micro-batches, a loss that draws is refused.
+        """
+        if len(self._step.rows) > 1 or not self._of_loss.may_draw():
             return nullcontext()
         member = self._member
         return EagerDraws(member.seed, member.step, self._words, first=len(self._draws.shapes))

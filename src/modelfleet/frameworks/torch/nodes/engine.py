@@ -330,5 +330,5 @@ class TorchNode:
 
 
 def _numbers(gradient: Tensor) -> Tensor:
-    """Return the numbers of a gradient. Those of an embedding's rows may be there several times, to be added up."""
+    """Return the numbers of a gradient. A sparse one may have a row several times, to be added up."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -107,11 +107,10 @@ def _look_at_rows(member: PlainMember, model: nn.Module, inputs: TrialInputs) ->
         counted = EagerDraws(member.seed, member.step)
         outputs, fewer = _tried(member, model, inputs.whole, counted), _tried(member, model, few, nullcontext())
         return outputs, fewer, str(error), counted.count, False
+    # Some embeddings divide their gradients by how often a word is in the batch.
     mixes = any(
         (isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training)
-        or getattr(
-            module, "scale_grad_by_freq", False
-        )  # an embedding's gradient is divided by counts in the batch
+        or getattr(module, "scale_grad_by_freq", False)
         for module in model.modules()
     )
     own = [_first_rows(whole, part) for whole, part in zip(leaves(outputs), leaves(fewer), strict=True)]
