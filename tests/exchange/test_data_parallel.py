@@ -42,7 +42,6 @@ class Forgets(mf.Exchange):
 
 
 EXCHANGES: dict[str, Callable[[], Any]] = {
-    "outer": lambda: mf.Average(every_steps=3, outer=mf.Outer(), groups=[["a", "b"]]),
     "exploit": lambda: mf.Exploit("loss"),
     "two": lambda: [mf.Gossip(groups=[["a", "b"]]), Forgets()],
 }
@@ -109,7 +108,9 @@ class Kill(mf.Callback):
 
 
 def test_a_worker_that_is_killed_changes_no_number_and_a_checkpoint_goes_on(tmp_path: Path) -> None:
-    exchange = EXCHANGES["outer"]
+    def exchange() -> mf.Average:
+        return mf.Average(every_steps=3, outer=mf.Outer(), groups=[["a", "b"]])
+
     one, broken, two = fleet_of(nets()), fleet_of(nets(), WAY["devices"]), fleet_of(nets(), WAY["devices"])
     fit(one, rows(20), exchange(), epochs=3)
     kill, checkpoint = Kill(), mf.Checkpoint(tmp_path / "run")
