@@ -121,11 +121,6 @@ def test_a_hyperparameter_that_was_compiled_as_zero_can_not_grow() -> None:
         fit(fleet_of(nets()), data_of(20, 20, 20), exploit, epochs=2)
 
 
-def test_data_parallel_members_do_not_exchange() -> None:
-    with pytest.raises(mf.StrategyError, match='Average is not possible with strategy="data_parallel"'):
-        fit(fleet_of(nets(), "cpu:0,cpu:1"), rows(20), mf.Average(), {"strategy": "data_parallel"})
-
-
 def test_distill_needs_a_loss_and_outputs_of_one_shape() -> None:
     def objective(model: nn.Module, batch: Any) -> torch.Tensor:
         return nn.functional.cross_entropy(model(batch[0]), batch[1])

@@ -14,7 +14,7 @@ from tests.graph.comparing import (
     stages,
     weights,
 )
-from torch import nn
+from torch import Tensor, nn
 
 import modelfleet as mf
 
@@ -152,6 +152,15 @@ def test_losses_of_numbers(loss: object) -> None:
 )
 def test_losses_whose_count_is_not_that_of_the_rows(loss: nn.Module) -> None:
     assert_as_undivided(stages(), rows(), recipe={"loss": loss}, options={"micro_batches": 3})
+
+
+def test_a_loss_that_draws_does_so_as_in_the_undivided_model_and_not_in_micro_batches() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(nn.functional.dropout(output, 0.3), target)
+
+    assert_as_undivided(stages(dropout=0.3), rows(), recipe={"loss": loss}, options={"micro_batches": 1})
+    with pytest.raises(mf.InputError, match=r"or it draws random numbers.*set micro_batches=1"):
+        fit(chain_of(stages(), loss=loss), rows())
 
 
 def test_validation_of_stages_that_cost_unequally() -> None:

@@ -195,6 +195,15 @@ def test_the_plan_says_what_batch_norm_sees() -> None:
     assert chain_of([first, frozen, second, third], TWO).plan(rows(), batch_size=8).notes == ()
 
 
+def test_the_plan_says_what_an_embedding_that_counts_its_rows_sees() -> None:
+    models = [nn.Embedding(5, 6, scale_grad_by_freq=True, dtype=torch.float64), nn.Linear(6, 3).double()]
+    data = torch.arange(40) % 5, rows()[1]
+    (note,) = chain_of(models, TWO).plan(data, batch_size=8).notes
+    assert "'0'" in note
+    assert "set micro_batches=1" in note
+    assert note not in chain_of(models, TWO).plan(data, batch_size=8, micro_batches=1).notes
+
+
 def test_a_plan_changes_nothing() -> None:
     chain = chain_of(stages(dropout=0.5))
     before = weights(chain), torch.get_rng_state()
@@ -296,3 +305,34 @@ def test_data_of_numpy_and_loaders() -> None:
     fit(loader, uneven, batch_size=None)
     assert loader.predict(x).shape == (40, 3)
     assert loader.evaluate(batches).keys() == {"loss"}
+
+
+class Breaks:
+    """Batches of eight rows, the last of which can't be read."""
+
+    def __init__(self, data: Any, whole: int) -> None:
+        self.data, self.whole = data, whole
+
+    def __iter__(self) -> Any:
+        for start in range(0, 8 * self.whole, 8):
+            yield tuple(part[start : start + 8] for part in self.data)
+        raise OSError("the disk is gone")
+
+
+@pytest.mark.parametrize("strategy", ["threads", "processes"])
+def test_steps_before_batches_that_can_not_be_read_are_kept(strategy: Any) -> None:
+    x, y = rows()
+    chain, whole = chain_of(None, TWO), chain_of(None, TWO)
+    with pytest.raises(OSError, match="the disk is gone"):
+        fit(chain, Breaks((x, y), 3), batch_size=None, strategy=strategy)
+    fit(whole, (x[:24], y[:24]), epochs=1, shuffle=False)
+    assert_same_weights(weights(chain), weights(whole))
+    for one in (chain, whole):  # with the state of its optimizers
+        fit(one, (x[24:], y[24:]), epochs=1, shuffle=False)
+    assert_same_weights(weights(chain), weights(whole))
+    with pytest.raises(OSError, match="the disk is gone"):
+        fit(chain, (x, y), validation=Breaks((x, y), 2), epochs=1, shuffle=False, strategy=strategy)
+    fit(whole, (x, y), epochs=1, shuffle=False)
+    assert_same_weights(weights(chain), weights(whole))
+    with pytest.raises(OSError, match="the disk is gone"):
+        chain.predict(Breaks((x, y), 3), strategy=strategy)

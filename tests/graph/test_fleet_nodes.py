@@ -454,6 +454,27 @@ def test_the_graph_ends_when_every_head_has_failed() -> None:
     assert set(caught.value.history.failed) == set(NAMES)
 
 
+@pytest.mark.parametrize("strategy", ["threads", "processes"])
+def test_heads_that_fail_one_after_the_other_keep_their_last_good_weights(strategy: str) -> None:
+    x, y = data()
+    targets, good = {name: y.clone() for name in NAMES}, dict(zip(NAMES, (1, 2, 3, 3), strict=True))  # of 5 steps
+    for name, steps in good.items():
+        targets[name][steps * BATCH :] = float("nan")
+    ours = make_heads()
+    graph = make_graph(ours, encoder().requires_grad_(False), "cpu:0,cpu:1")
+    with pytest.raises(mf.AllFailedError, match=r"All 4 members failed") as caught:
+        fit(graph, (x, targets), strategy=strategy)
+    failed = caught.value.history.failed
+    assert {name: failed[name].step for name in NAMES} == {name: steps + 1 for name, steps in good.items()}
+    for number, (name, model) in enumerate(make_heads().items()):
+        fleet = mf.Fleet({name: model})
+        fleet.compile("adam", "mse", lr=RATES[number])
+        rows = slice(0, good[name] * BATCH)
+        features = encoder()(x).detach()
+        fleet.fit((features[rows], y[rows]), batch_size=BATCH, shuffle=False, progress=False)
+        assert distance({name: ours[name]}, {name: model}) < EXACT
+
+
 def test_a_member_that_would_spoil_the_encoder_stops_the_graph_by_name() -> None:
     x, _ = data()
     first, heads = encoder(), make_heads()

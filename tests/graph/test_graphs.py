@@ -1,6 +1,7 @@
 """Graphs with several parents, children, inputs, outputs and losses have the numbers of a loop written by hand."""
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -266,6 +267,31 @@ def test_parts_of_the_data_go_to_the_nodes_that_name_them(options: dict) -> None
     with torch.no_grad():
         wanted = nodes["join"](nodes["numbers"](x["x"]), nodes["table"](x["kind"], x["scale"]))
     torch.testing.assert_close(torch.from_numpy(graph.predict(x)), wanted)
+
+
+class Meets(nn.Module):
+    """A layer that goes on when its twin on another device has come as far. The plan's trial is not waited for."""
+
+    barrier = threading.Barrier(2, timeout=60)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if threading.current_thread() is not threading.main_thread():
+            self.barrier.wait()
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("pipeline", ["1f1b", "gpipe", "zero-bubble"])
+def test_branches_on_devices_of_their_own_run_at_the_same_time(pipeline: Any) -> None:
+    nodes = {"a": Meets(), "b": Meets(), "join": Join()}
+    edges = [("a", "join.left"), ("b", "join.right")]
+    graph = mf.Graph(nodes, edges, outputs="join", devices={"a": "cpu:0", "b": "cpu:1", "join": "cpu:0"})
+    graph.compile("sgd", "cross_entropy", lr=0.1)
+    fit(graph, rows(), epochs=1, micro_batches=4, pipeline=pipeline)
+    assert graph.predict(rows()[0], micro_batches=4).shape == (40, 3)
 
 
 def test_predict_returns_the_outputs_of_every_node_that_was_named() -> None:

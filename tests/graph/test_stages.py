@@ -20,6 +20,7 @@ from tests.graph.comparing import (
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 WAYS = [
     {"pipeline": "1f1b"},
@@ -229,6 +230,87 @@ class Noise(nn.Module):
 def test_noise_is_that_of_the_undivided_model(options: dict) -> None:
     first, second, third = stages(dropout=0.2)
     assert_as_undivided([first, Noise(), second, nn.Sequential(Noise(), third)], rows(), options=options)
+
+
+class Checkpointed(nn.Module):
+    """Computes a part of itself again in its backward pass, with the dropout of its forward pass."""
+
+    def __init__(self, inner: nn.Module, *, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.inner, x.requires_grad_(), use_reentrant=self.reentrant)
+
+
+@ways
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_stages_that_recompute_a_part_of_themselves_draw_the_same_again(options: dict, reentrant: bool) -> None:
+    if reentrant and options.get("pipeline") == "zero-bubble":
+        pytest.skip("torch: such a part has no halves of a backward pass")
+    first, second, third = stages(dropout=0.4)
+    inner = nn.Sequential(nn.Dropout(0.3), second, nn.Dropout(0.2))
+    models = [first, nn.Sequential(Checkpointed(inner, reentrant=reentrant), nn.Dropout(0.2)), third]
+    assert_as_undivided(models, rows(), options=options)
+
+
+class Force(nn.Module):
+    """Returns a number and its gradient by the input, as models of molecules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(7, 5), nn.Dropout(0.3), nn.Tanh(), nn.Linear(5, 1)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.requires_grad_()
+        energy = self.energy(x)
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return torch.cat([energy, force[:, 1:]], 1)
+
+
+@pytest.mark.parametrize("pipeline", ["1f1b", "zero-bubble"])
+def test_a_stage_that_computes_gradients_itself(pipeline: str) -> None:
+    first, second, third = stages()
+    chain = assert_as_undivided([first, Force(), second, third], rows(), options={"pipeline": pipeline})
+    assert chain.predict(rows()[0]).shape == (40, 3)
+
+
+@pytest.mark.parametrize("devices", [TWO, HYBRID])
+def test_an_embedding_with_sparse_gradients(devices: object) -> None:
+    torch.manual_seed(0)
+    models = [nn.Embedding(11, 6, sparse=True, dtype=torch.float64), nn.Tanh(), Last()]
+    recipe = {"optimizer": "sgd", "lr": 0.1}
+    assert_as_undivided(models, sentences(), devices=devices, recipe=recipe, options={"micro_batches": 3})
+
+
+class Last(nn.Module):
+    """Takes the mean over the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.mean(1))
+
+
+class Together(nn.Module):
+    """Draws in a way that can't be divided by rows: numbers for more rows than there are, or with no rule."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "poisson":
+            return x + torch.poisson(torch.ones(len(x), 1, dtype=x.dtype))
+        return x + torch.randn(1 + len(x), dtype=x.dtype)[0]
+
+
+@pytest.mark.parametrize("how", ["poisson", "one more"])
+def test_draws_that_can_not_be_divided_do_not_shift_those_of_later_stages(how: str) -> None:
+    first, second, third = stages(dropout=0.4)
+    assert_as_undivided([first, Together(how), second, third], rows(), options={"micro_batches": 1})
 
 
 class SequenceFirst(nn.Module):

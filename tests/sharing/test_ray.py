@@ -87,14 +87,15 @@ def test_a_member_over_two_nodes_has_the_numbers_of_one_device(cluster: Any) -> 
         assert history[name]["loss"] == pytest.approx(told[name]["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("way", ["weights", "hyperparameters"])
+@pytest.mark.parametrize("way", ["weights", "hyperparameters", "over both nodes"])
 def test_members_on_two_nodes_exchange_as_on_one_device(cluster: Any, way: str) -> None:
     exchange: Any = mf.Average(every_steps=3, groups=[["a", "b"]])
     if way == "hyperparameters":
         exchange = [mf.Gossip(groups=[["a", "b"]]), Halves()]
     one, two = fleet_on("cpu"), fleet_on("ray")
-    for fleet in (one, two):
-        fit(fleet, (X, Y), epochs=3, batch_size=8, exchange=exchange)
+    fit(one, (X, Y), epochs=3, batch_size=8, exchange=exchange)
+    strategy = "data_parallel" if way == "over both nodes" else "auto"
+    fit(two, (X, Y), epochs=3, batch_size=8, exchange=exchange, strategy=strategy)
     same(one, two)
 
 

@@ -44,9 +44,3 @@ def refuse_exchange(callbacks: Sequence[Callback], strategy: Strategy, *, cluste
             f'all others, so they must be in one process. Use strategy="auto", "fused", "interleaved" or '
             f'"threads", and devices of this machine.'
         )
-    exchanging = next((type(one).__name__ for one in callbacks if isinstance(one, Exchange)), None)
-    if exchanging is not None and strategy == "data_parallel":
-        raise StrategyError(
-            f'exchange={exchanging} is not possible with strategy="data_parallel", where every device has a '
-            f'copy of every member. Use strategy="auto" or "processes": then each device has its own members.'
-        )

@@ -96,6 +96,8 @@ class NodeTrial:
     """Buffers that its forward has written to."""
     own_streams: bool = False
     """True if its draws are not among those of the graph: those of a fleet's members are their own."""
+    drawn: int = 0
+    """How often it draws, also if what it draws can't be told by rows."""
 
 
 class NodeEngine(Protocol):

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from modelfleet.callbacks import Callback, refuse_missing_validation, wrap_callbacks
+from modelfleet.errors import RankLostError
 from modelfleet.failures import Failure, all_failed
 from modelfleet.feeds import Batch, Feed
 from modelfleet.frameworks import global_generators
@@ -88,8 +90,7 @@ class GraphFit:
         self._to_write: dict[str, State] = {}
         self._to_save: list[Path] = []
         self._stopping = False
-        self._failure: Failure | None = None
-        self._culprits: Mapping[str, Failure] = {}  # members of fleets that caused it
+        self._error: Exception | None = None  # ends the fit when the steps that were sent have been taken
         self._ctrl_c = StopRequest()
 
     # --- for callbacks -------------------------------------------------------------------------------------------
@@ -159,14 +160,13 @@ class GraphFit:
         try:
             with opener.open(self._plans, "train") as ranks, self._ctrl_c.listening():
                 self._ranks = ranks
-                self._resume()
-                self._call("on_fit_start")
-                while self.epoch < self.epochs and not self._over:
-                    self._train_epoch()
-                    if not self._ctrl_c.pressed:
-                        self._end_epoch()
-                self._call("on_fit_end")
-                self._read()
+                try:
+                    self._train()
+                except Exception:
+                    if not ranks.failed:  # what was learnt so far is kept
+                        with suppress(RankLostError):
+                            self._read()
+                    raise
                 measured = self._measured(plan)
             cut_short_by = "Ctrl-C" if self._ctrl_c.pressed else None
             self._graph._plan = replace(plan, measured=measured)
@@ -177,6 +177,17 @@ class GraphFit:
             self._graph._epochs = self.epochs_before + (self.epoch if over else 0)  # the same call may continue it
             self._reporter.end(self.history, time.monotonic() - begun, cut_short_by)
         return self.history
+
+    def _train(self) -> None:
+        """Take all steps, from where a checkpoint has ended, and bring the state here."""
+        self._resume()
+        self._call("on_fit_start")
+        while self.epoch < self.epochs and not self._over:
+            self._train_epoch()
+            if not self._ctrl_c.pressed:
+                self._end_epoch()
+        self._call("on_fit_end")
+        self._read()
 
     def _frozen(self) -> list[str]:
         """Return the weights that take no gradient, by their names in the undivided model if there is one."""
@@ -234,7 +245,7 @@ class GraphFit:
                 for orders in self._orders(batches):  # each step is seen before the next one is sent
                     self._ranks.send(orders)
                     self._handle_step(self._ranks.receive())
-                    if self._failure is None:
+                    if self._error is None:
                         self._call("on_step_end")
             else:
                 for reports in in_turn(self._ranks, self._orders(batches)):
@@ -242,18 +253,14 @@ class GraphFit:
         finally:
             batches.close()
         for error in self._feed.failures.values():
-            self._read()
             raise error
-        if self._failure is not None:
-            self._read()
-            if self._culprits:
-                raise stopped_by(self._culprits, self.history)
-            raise all_failed({self.name: self._failure}, self.history, None)
+        if self._error is not None:
+            raise self._error
 
     def _orders(self, batches: Iterator[Batch]) -> Iterator[list[StepOrder]]:
         """Yield the orders of the epoch's steps, until the fit is to stop."""
         step = self.step
-        while not self._ctrl_c.pressed and self._failure is None:
+        while not self._ctrl_c.pressed and self._error is None:
             batch = next(batches, None)
             if batch is None:
                 return
@@ -265,7 +272,7 @@ class GraphFit:
             )
 
     def _handle_step(self, reports: Sequence[StepReport]) -> None:
-        if self._failure is not None:
+        if self._error is not None:
             return  # a step that was sent ahead, and not taken
         self._fresh = False
         parts = joined_parts(reports, self._opener.losses)
@@ -275,16 +282,19 @@ class GraphFit:
         if any(report.skipped for report in reports):
             loss = sum(part.total for own in parts.values() for part in own)
             reason = REASONS[GRADIENT if np.isfinite(loss) and any(parts.values()) else LOSS]
-            self._failure = Failure(self.epoch + 1, self.step + 1, reason)
-            self.history.fail(self.name, self._failure)
-            self._culprits = failed
+            failure = Failure(self.epoch + 1, self.step + 1, reason)
+            self.history.fail(self.name, failure)
+            if failed:  # members of fleets that have caused it
+                self._error = stopped_by(failed, self.history)
+            else:
+                self._error = all_failed({self.name: failure}, self.history, None)
             return
         self._epoch_sums.add(parts)
         for name in failed:
             self._epoch_sums.drop(name)
         if failed and self.history.failed.keys() >= self._epoch_sums.sums.keys():
-            self._read()
-            raise all_failed(self.history.failed, self.history, None)
+            self._error = all_failed(self.history.failed, self.history, None)
+            return
         self.step += 1
         self.position += 1
         self._reporter.step(self.position, self.epoch + 1)
@@ -329,12 +339,8 @@ class GraphFit:
             self._read()
 
     def _call(self, event: str) -> None:
-        try:
-            for callback in self.callbacks:
-                getattr(callback, event)(self)
-        except Exception:
-            self._read()  # what was learnt so far is kept
-            raise
+        for callback in self.callbacks:
+            getattr(callback, event)(self)
         while self._to_save:
             self._read()
             checkpoints.save(self._to_save.pop(0), self)

@@ -226,8 +226,8 @@ class Opener:
         if adds_up is not None and not adds_up(trial.nodes[name].outputs, target):
             raise InputError(
                 f"the loss of node {name!r} is not the mean of its rows' losses: on some rows it differs from "
-                "the mean of its values on parts of them, and a micro-batch is a part. Return the mean over "
-                "rows, give one of torch's modules, which know how they add up "
+                "the mean of its values on parts of them, or it draws random numbers, and a micro-batch is a "
+                "part. Return the mean over rows, give one of torch's modules, which know how they add up "
                 "(nn.CrossEntropyLoss(ignore_index=...) in place of functools.partial(F.cross_entropy, ...)), "
                 "or set micro_batches=1."
             )

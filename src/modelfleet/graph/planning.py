@@ -40,6 +40,7 @@ class GraphTrial:
             own: DrawShapes | str = self.nodes[name].draws
             if isinstance(own, str):
                 problems.append(f"node {name!r}: {own}")
+                shapes += [((), None)] * self.nodes[name].drawn  # the next node's have other numbers
             elif self.nodes[name].own_streams:
                 alone[name] = Draws(own, 0)
             else:

@@ -74,12 +74,18 @@ def predict(opener: Opener, data: Data, batch_size: int | None) -> Tree:
 def in_turn(ranks: Ranks, orders: Iterator[list[StepOrder]]) -> Iterator[list[StepReport]]:
     """Send orders, one ahead of the reports, and yield the reports."""
     ahead = 0
-    for one in orders:
-        ranks.send(one)
-        ahead += 1
-        if ahead == 2:
-            yield ranks.receive()
+    try:
+        for one in orders:
+            ranks.send(one)
+            ahead += 1
+            if ahead == 2:
+                ahead -= 1
+                yield ranks.receive()
+    except Exception:  # what the data have raised: what was sent before has its reports
+        while ahead and not ranks.failed:
             ahead -= 1
+            yield ranks.receive()
+        raise
     for _ in range(ahead):
         yield ranks.receive()
 

@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -38,9 +39,9 @@ class Ranks:
     def __init__(self, places: Sequence[Place], orders: Sequence[RankOrder]) -> None:
         self._places, self._orders = list(places), list(orders)
         self._workers: list[Worker] = []
-        self._sent = 0
         self._opened = self._failed = False
-        self._longest: float | None = None  # seconds of a step
+        self._under_way: deque[str] = deque()  # schedules of the orders that were sent; "" if they are no steps
+        self._longest: dict[str, float] = {}  # seconds of a step, by its schedule
         self._hub: Hub | None = None
         self._rendezvous: Rendezvous | None = None
         self._board = orders[0].board
@@ -80,6 +81,11 @@ class Ranks:
     def __len__(self) -> int:
         return len(self._orders)
 
+    @property
+    def failed(self) -> bool:
+        """Return True if a rank was lost, or its model has raised. All ranks have been stopped then."""
+        return self._failed
+
     def nodes(self, rank: int) -> set[str]:
         """Return the names of a rank's nodes."""
         return {node.name for node in self._orders[rank].nodes}
@@ -98,6 +104,7 @@ class Ranks:
 
     def send(self, orders: Sequence[Orders]) -> None:
         """Send every rank its order. One may be sent before the reports of the one before have been received."""
+        self._under_way.append(orders[0].schedule if isinstance(orders[0], StepOrder) else "")
         for rank, (worker, order) in enumerate(zip(self._workers, orders, strict=True)):
             try:
                 worker.answer(order)
@@ -112,6 +119,7 @@ class Ranks:
             Exception: What a rank's model raised. All others have been stopped.
         """
         begun = time.monotonic()
+        schedule = self._under_way.popleft() if self._under_way else ""
         found: dict[int, StepReport] = {}
         errors: dict[int, Exception] = {}
         waited, still = Stopwatch(), [Stopwatch() for _ in self._workers]
@@ -125,7 +133,7 @@ class Ranks:
             if now != before:
                 before = now
                 waited.restart()
-            limit = self._limit()
+            limit = self._limit(schedule)
             if len(found) < len(self._workers) and not errors and waited.read() > limit and not self._starting:
                 late = [rank for rank in missing if rank not in found]
                 computing = [rank for rank in late if now and not now[rank].waiting]
@@ -134,18 +142,21 @@ class Ranks:
                 )
         if errors:
             self._fail(errors, set(found))
-        if self._opened:
-            self._longest = max(self._longest or 0.0, time.monotonic() - begun)
+        if schedule:
+            self._longest[schedule] = max(self._longest.get(schedule, 0.0), time.monotonic() - begun)
         return [found[rank] for rank in range(len(self._workers))]
 
-    def _limit(self) -> float:
-        """Return after how many seconds in which no rank has moved one of them is lost."""
+    def _limit(self, schedule: str) -> float:
+        """Return after how many seconds in which no rank has moved one of them is lost.
+
+        The first step of a schedule may compile for long.
+        """
         timeout = self._orders[0].timeout
         if not self._opened:
             return timeout + OPENING_SECONDS
-        if self._longest is None or self._board is None:
+        if schedule not in self._longest or self._board is None:
             return timeout + BLAME_SECONDS  # the ranks say earlier for whom they wait
-        return min(timeout + BLAME_SECONDS, max(PATIENCE_SECONDS, PATIENCE_STEPS * self._longest))
+        return min(timeout + BLAME_SECONDS, max(PATIENCE_SECONDS, PATIENCE_STEPS * self._longest[schedule]))
 
     @property
     def _starting(self) -> bool:

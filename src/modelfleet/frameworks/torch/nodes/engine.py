@@ -23,6 +23,7 @@ from modelfleet.frameworks.torch.nodes.weight_halves import WeightHalf, input_gr
 from modelfleet.frameworks.torch.plain import optimizer as plain_optimizer
 from modelfleet.frameworks.torch.plain.contexts import PlainContexts
 from modelfleet.frameworks.torch.plain.member import PlainMember, SavedBuffer
+from modelfleet.frameworks.torch.random.eager import EagerDraws
 from modelfleet.frameworks.torch.task import Task, call, logits
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree, rebuild
@@ -168,6 +169,7 @@ class TorchNode:
             explained(self.name, self.model, (outputs, y)),
             KeepingModes(self.device.type),
             torch.set_grad_enabled(train),
+            self._draws.of_loss() if train else nullcontext(),
             self._contexts.autocast(),
         ):
             # Copied: a loss may write into the output, which the backward pass and other nodes need.
@@ -201,11 +203,13 @@ class TorchNode:
                 found.append((output, gradient.to(output.dtype)))
         roots = [root for root in kept.roots if root is not None]
         if inputs_only:
-            kept.weights, wanted = input_gradients(found, roots)
+            with self._draws.again(micro):
+                kept.weights, wanted = input_gradients(found, roots)
             kept.outputs = None
         else:
             if found:
-                torch.autograd.backward([output for output, _ in found], [gradient for _, gradient in found])
+                with self._draws.again(micro):
+                    torch.autograd.backward([output for output, _ in found], [gradient for _, gradient in found])
             wanted = [torch.zeros_like(root) if root.grad is None else root.grad for root in roots]
             del self._kept[micro]
             self._counted.release(micro)
@@ -215,7 +219,7 @@ class TorchNode:
         """Add the gradients of the parameters that `backward` has left out."""
         kept = self._kept.pop(micro)
         assert kept.weights is not None
-        with explained(self.name, self.model, kept.inputs, BACKWARD):
+        with explained(self.name, self.model, kept.inputs, BACKWARD), self._draws.again(micro):
             kept.weights.run()
         self._counted.release(micro)
 
@@ -240,7 +244,7 @@ class TorchNode:
 
     def norm(self) -> tuple[float, bool]:
         """Return the squared norm of the gradients, and whether all are finite."""
-        found = [p.grad for p in self._member.params.values() if p.grad is not None]
+        found = [_numbers(p.grad) for p in self._member.params.values() if p.grad is not None]
         if not found:
             return 0.0, True
         squares = torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(found)]).square().sum()
@@ -293,7 +297,8 @@ class TorchNode:
     def loss_adds_up(self, outputs: Tree, target: Tree) -> bool:
         """Return False if the loss of some rows is not the mean of its values on parts of them, by their rows.
 
-        Only functions of the user's are tried. Named losses and torch's modules know how they add up.
+        Nor is a loss that draws random numbers: a part would draw others. Only functions of the user's are tried.
+        Named losses and torch's modules know how they add up.
         """
         loss, rows = self.task.loss, len(leaves(target)[0])
         if loss is None or loss.rows is not None or loss.parts is not None or len(target) > 1:
@@ -312,10 +317,18 @@ class TorchNode:
                 own = [map_tree(lambda leaf: leaf[start:stop].clone(), tree) for tree in (output, y)]
                 return float(loss.plain(*own)) * (stop - start)
 
-            whole = total(0, rows)
+            with EagerDraws(self._member.seed, self._member.step) as draws:
+                whole = total(0, rows)
+            if draws.count:
+                return False
             cuts = {1, rows // 2} - {0, rows}
             return all(math.isclose(total(0, cut) + total(cut, rows), whole, rel_tol=1e-3) for cut in cuts)
 
     def try_out(self, inputs: TrialInputs, wanted: Collection[int], *, train: bool) -> NodeTrial:
         """Return what the node does with a few rows, without changing it. `wanted` is as for `forward`."""
         return try_node(self._member, self._contexts, inputs, wanted, train=train, evaluating=self._evaluating)
+
+
+def _numbers(gradient: Tensor) -> Tensor:
+    """Return the numbers of a gradient. A sparse one may have a row several times, to be added up."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -27,6 +27,8 @@ class Reached:
         for parameter in self._params:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad.is_sparse:  # each replica has other rows
+                parameter.grad = parameter.grad.to_dense()
             found.append(parameter.grad)
         return [*found, self._counts]
 

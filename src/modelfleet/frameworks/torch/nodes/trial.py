@@ -19,6 +19,7 @@ from modelfleet.frameworks.torch.plain.contexts import PlainContexts
 from modelfleet.frameworks.torch.plain.member import PlainMember
 from modelfleet.frameworks.torch.plain.trials import scratch_copy
 from modelfleet.frameworks.torch.python_state.undo import undoing_side_effects
+from modelfleet.frameworks.torch.random.eager import EagerDraws
 from modelfleet.frameworks.torch.random.operations import DrawFromStreams
 from modelfleet.frameworks.torch.random.streams import DrawShapes
 from modelfleet.frameworks.torch.random.trial_streams import ConstantStreams
@@ -67,16 +68,29 @@ def try_node(
         contexts.autocast(),
     ):
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        outputs, fewer, draws, mixes = _look_at_rows(member, model, inputs)
+        outputs, fewer, draws, drawn, mixes = _look(member, model, inputs)
         changed = _changed_buffers(model, before)
         forward, backward, kept = _time(model, inputs.whole, wanted, train=train)
-    return NodeTrial(outputs, fewer, forward, backward, kept, draws, mixes or bool(changed), changed)
+    return NodeTrial(outputs, fewer, forward, backward, kept, draws, mixes or bool(changed), changed, drawn=drawn)
 
 
-def _look_at_rows(
-    member: PlainMember, model: nn.Module, inputs: TrialInputs
-) -> tuple[Tree, Tree, DrawShapes | str, bool]:
-    """Return the outputs for all rows and for fewer, what the rows draw, and whether they depend on each other.
+_Look = tuple[Tree, Tree, DrawShapes | str, int, bool]
+
+
+def _look(member: PlainMember, model: nn.Module, inputs: TrialInputs) -> _Look:
+    """Look at the rows without gradients, or with them, if the model computes gradients itself."""
+    try:
+        with torch.no_grad():
+            return _look_at_rows(member, model, inputs)
+    except RuntimeError as error:
+        if "grad" not in str(error):
+            raise
+    return _look_at_rows(member, model, inputs)
+
+
+def _look_at_rows(member: PlainMember, model: nn.Module, inputs: TrialInputs) -> _Look:
+    """Return the outputs for all rows and for fewer, what the rows draw, how often, and whether they depend on
+    each other.
 
     What they draw is a text if it can't be divided by rows.
     """
@@ -90,13 +104,18 @@ def _look_at_rows(
         )
         draws = row_axes(streams[0].shapes, inputs.rows, streams[1].shapes, inputs.fewer_rows)
     except NotImplementedError as error:  # a draw that has no rule
-        outputs, fewer = (_tried(member, model, tree, nullcontext()) for tree in (inputs.whole, few))
-        return outputs, fewer, str(error), False
+        counted = EagerDraws(member.seed, member.step)
+        outputs, fewer = _tried(member, model, inputs.whole, counted), _tried(member, model, few, nullcontext())
+        return outputs, fewer, str(error), counted.count, False
+    # Some embeddings divide their gradients by how often a word is in the batch.
     mixes = any(
-        isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training for module in model.modules()
+        (isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training)
+        or getattr(module, "scale_grad_by_freq", False)
+        for module in model.modules()
     )
     own = [_first_rows(whole, part) for whole, part in zip(leaves(outputs), leaves(fewer), strict=True)]
-    return outputs, fewer, draws, mixes or not close(own, leaves(fewer), 1e-3)
+    mixes = mixes or not close(own, leaves(fewer), 1e-3)
+    return outputs, fewer, draws, len(streams[0].shapes), mixes
 
 
 def _changed_buffers(model: nn.Module, before: Mapping[str, Tensor]) -> frozenset[str]:
@@ -107,7 +126,7 @@ def _changed_buffers(model: nn.Module, before: Mapping[str, Tensor]) -> frozense
 
 def _tried(member: PlainMember, model: nn.Module, inputs: Tree, draws: AbstractContextManager[object]) -> Tree:
     """Return the outputs of a model."""
-    with torch.no_grad(), draws:
+    with draws:
         return detached(call(model, map_tree(torch.clone, inputs)), member.name)
 
 
@@ -160,8 +179,8 @@ def _time(model: nn.Module, inputs: Tree, wanted: Collection[int], *, train: boo
         forwards.append(time.perf_counter() - begun)
         begun = time.perf_counter()
         ends = [leaf for leaf in leaves(outputs) if leaf.requires_grad] if train else []
-        leads = [root for root in (*roots, *model.parameters()) if root.requires_grad]
-        if ends and leads:
-            torch.autograd.grad(ends, leads, [torch.ones_like(end) for end in ends], allow_unused=True)
+        if ends:  # of a copy, whose gradients nobody sees; `torch.utils.checkpoint` may refuse `autograd.grad`
+            torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
         backwards.append(time.perf_counter() - begun)
+        model.zero_grad()
     return min(forwards), min(backwards), kept

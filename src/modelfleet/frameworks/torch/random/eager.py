@@ -38,7 +38,7 @@ from modelfleet.frameworks.torch.random.operations import (
     is_on_meta,
     is_random,
 )
-from modelfleet.frameworks.torch.random.streams import Streams
+from modelfleet.frameworks.torch.random.streams import BatchRows, Streams
 from modelfleet.frameworks.torch.random.threefry import words
 
 MAX_STEPS = 64  # that are computed at a time
@@ -73,8 +73,10 @@ class WordCache:
 class _NumberedStreams(Streams):
     """Streams of one member and step, with the number of the next draw set from outside."""
 
-    def __init__(self, seed: int, step: int, device: torch.device, cache: WordCache) -> None:
-        super().__init__(torch.tensor(seed, device=device), torch.tensor(step, device=device))
+    def __init__(
+        self, seed: int, step: int, device: torch.device, cache: WordCache, rows: BatchRows | None
+    ) -> None:
+        super().__init__(torch.tensor(seed, device=device), torch.tensor(step, device=device), rows)
         self._cache_key, self._step_number, self._cache = (seed, device), step, cache
 
     def at(self, number: int) -> Self:
@@ -94,17 +96,33 @@ class _NumberedStreams(Streams):
 class EagerDraws(TorchDispatchMode):
     """Context in which random operations draw from the stream of one member, for one step.
 
+    Args:
+        seed: The member's seed.
+        step: How many steps it has taken.
+        cache: Words that are computed ahead. By default, none are kept.
+        rows: The rows of the batch that are computed here, if they are not all.
+        first: The number of the first draw.
+
     Attributes:
         count: How many draws there were. A repeated draw counts once.
     """
 
-    def __init__(self, seed: int, step: int, cache: WordCache | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        step: int,
+        cache: WordCache | None = None,
+        *,
+        rows: BatchRows | None = None,
+        first: int = 0,
+    ) -> None:
         super().__init__()
         self.count = 0
         self._seed, self._step = seed, step
         self._cache = cache or WordCache()
+        self._rows, self._first = rows, first
         self._streams: dict[torch.device, _NumberedStreams] = {}
-        self._number = 0
+        self._number = first
         self._uses_torch = False  # True if the model has seeded torch's generator, and draws from it
         self._states: dict[int, tuple[Tensor, int]] = {}  # by id: states that were read, and the next draw then
 
@@ -132,14 +150,19 @@ class EagerDraws(TorchDispatchMode):
         if draws_nothing(func, args, kwargs):
             return func(*args, **kwargs)
         number, self._number = self._number, self._number + 1
-        self.count = max(self.count, self._number)
+        self.count = max(self.count, self._number - self._first)
         device = device_of(args, kwargs)
         if device not in self._streams:
-            self._streams[device] = _NumberedStreams(self._seed, self._step, device, self._cache)
+            self._streams[device] = _NumberedStreams(self._seed, self._step, device, self._cache, self._rows)
         streams = self._streams[device].at(number)
         if func in DRAW_RULES:
             return DRAW_RULES[func](streams, *args, **kwargs)
         return draw_by_torch(streams, func, args, kwargs)
+
+    @property
+    def may_repeat(self) -> bool:
+        """Return True if a state of torch's generator was read, to which a later computation may go back."""
+        return bool(self._states)
 
     def save_position(self, state: Tensor) -> None:
         """Remember the number of the next draw for a state of torch's generator that the model has read."""
