@@ -26,6 +26,7 @@ from modelfleet.frameworks.torch.fused.arguments import (
     steady_inputs,
     width_of,
 )
+from modelfleet.frameworks.torch.fused.capture import Capture
 from modelfleet.frameworks.torch.fused.other_sizes import from_other_sizes
 from modelfleet.frameworks.torch.fused.runner import ByWidth, Runner, ShapeTimes, for_any_width
 from modelfleet.frameworks.torch.fused.steps_protocol import How, LaneSteps
@@ -46,6 +47,8 @@ MAX_KEPT = 16  # Python states of the model whose programs are kept
 MAX_FORMS = 128  # kinds of steps and forms of batches whose programs are kept, for each of these states
 Result = TypeVar("Result")
 OwnSteps = TypeVar("OwnSteps", bound=LaneSteps)
+Packed = tuple[State, list[Tensor]]
+"""A state with the buffers of its tensors, and its leaves."""
 # torch's messages for `view(-1)` of a transposed weight:
 _NO_VIEW = ("view size is not compatible", "Cannot view a tensor")
 
@@ -119,7 +122,9 @@ class Programs(Generic[OwnSteps]):
         known = [runner.program.working_bytes for runner in self._all(*TRAINING)]
         return max((size for size in known if size is not None), default=None)
 
-    def train(self, lead: Args, rest: Args, *, shared_data: bool, pace: Pace) -> tuple[Tensor, frozenset[str]]:
+    def train(
+        self, lead: Args, rest: Args, *, shared_data: bool, pace: Pace, capture: Capture | None = None
+    ) -> tuple[Tensor, frozenset[str]]:
         """Take one step of every active member, in place. Return the losses, and the parameters that took no part.
 
         Args:
@@ -127,10 +132,12 @@ class Programs(Generic[OwnSteps]):
             rest: The other arguments.
             shared_data: True if the data have no member axis.
             pace: The number of steps left of this kind, and the seconds per step.
+            capture: Captures the steps of the lane, if its device can. The next step overwrites the losses.
         """
-        packed, whole = self._packed(lead[0], rest[0]), len(rest[0]) < 2
-        if (packed is None and whole) or self._compiled("train", (*lead, *rest), shared_data, pace) is not None:
-            program, (loss,) = self._run_compiled("train", lead, rest, shared_data, pace)
+        lead, packed = self._at_once(lead, rest[0])
+        whole = packed is None and len(rest[0]) < 2
+        if whole or self._compiled("train", (*lead, *rest), shared_data, pace) is not None:
+            program, (loss,) = self._run_compiled("train", lead, rest, shared_data, pace, capture)
             return loss, program.unused
         if packed is None:
             return self._train_sliced(lead, rest, shared_data)
@@ -139,15 +146,17 @@ class Programs(Generic[OwnSteps]):
     def ready_to_train(self, lead: Args, rest: Args, *, shared_data: bool) -> None:
         """Trace what `train` runs first for such a batch, if that has not been done."""
         coefficients, active, *batch = rest
+        given = lead
+        lead, packed = self._at_once(given, coefficients)
         if compile_mode() != "now":
             args = (*lead, *batch, active)
-            packed = self._packed(lead[0], coefficients)
             if packed is not None and not self.program("packed_gradients", args, shared_data).program.unused:
                 return
             if len(coefficients) > 1:
                 self.program("gradients", (*lead, *batch), shared_data)
                 return
-        self.program("train", (*lead, *rest), shared_data)
+        if self.program("train", (*lead, *rest), shared_data).program.unused and lead is not given:
+            self.program("train", (*given, *rest), shared_data)  # some parameters are not updated
 
     def _train_sliced(self, lead: Args, rest: Args, shared_data: bool) -> tuple[Tensor, frozenset[str]]:
         """Take one step in parts: gradients of all members, then the update of each slice.
@@ -160,7 +169,7 @@ class Programs(Generic[OwnSteps]):
         return self.apply("apply", lead, (coefficients, active, found)), program.unused
 
     def _train_packed(
-        self, packed: tuple[State, list[Tensor]], lead: Args, rest: Args, shared_data: bool
+        self, packed: Packed, lead: Args, rest: Args, shared_data: bool
     ) -> Tensor:
         """Take one step in two parts: gradients, then an update of all members at once if all are fine."""
         coefficients, active, *batch = rest
@@ -182,7 +191,7 @@ class Programs(Generic[OwnSteps]):
     def _apply_packed(
         self,
         runner: Runner,
-        packed: tuple[State, list[Tensor]],
+        packed: Packed,
         coefficients: CoefficientsBySlice,
         values: Sequence[Tensor],
     ) -> None:
@@ -203,19 +212,27 @@ class Programs(Generic[OwnSteps]):
             program = follower.program
             program.run(*state, *leaves(numbers), *own.of(list(results)), *program.outside)
 
-    def _packed(self, state: State, coefficients: CoefficientsBySlice) -> tuple[State, list[Tensor]] | None:
-        """Return a state with the buffers of its tensors, and its leaves; None if a step can't update all at once.
+    def _at_once(self, lead: Args, coefficients: CoefficientsBySlice) -> tuple[Args, Packed | None]:
+        """Return a step's first arguments, and what updates all parameters at once in a second part of it.
 
-        On an accelerator the host would have to wait for the gradients.
+        On an accelerator, the host would have to wait for the first part. There one masked program updates all, and
+        the state that it is given has the buffers.
         """
+        packed = self._packed(lead[0], coefficients)
+        if packed is None or _on_cpu(lead[0]):
+            return lead, packed
+        return (lead if len(coefficients) > 1 else (packed[0], lead[1])), None
+
+    def _packed(self, state: State, coefficients: CoefficientsBySlice) -> Packed | None:
+        """Return a state with the buffers of its tensors, and its leaves; None if a step can't update all at once."""
         known = getattr(self._buffers, "last", None)
         if known is None or known[0] is not state:
-            buffers = None
-            if self.fused and state["member"]["seed"].device.type == "cpu" and "scale" not in state["member"]:
+            buffers = packed = None
+            if self.fused and not (_on_cpu(state) and "scale" in state["member"]):
                 buffers = packing.buffers_of(state)
-            packed = None
             if buffers is not None:
-                packed = {"packed": buffers, **{part: state[part] for part in ("buffers", "member", "sums")}}
+                parts = ("buffers", "member", "sums") if _on_cpu(state) else state
+                packed = {"packed": buffers, **{part: state[part] for part in parts}}
             known = self._buffers.last = state, None if packed is None else (packed, leaves(packed))
         together = coefficients and all(len(own) == 1 for own in coefficients.values())
         return known[1] if together and not self.steps.unused else None
@@ -248,14 +265,16 @@ class Programs(Generic[OwnSteps]):
         return flat, columns
 
     def _run_compiled(
-        self, kind: str, lead: Args, rest: Args, shared_data: bool, pace: Pace
+        self, kind: str, lead: Args, rest: Args, shared_data: bool, pace: Pace, capture: Capture | None = None
     ) -> tuple[Program, Sequence[Tensor]]:
         """Run a program, compiled if that pays, and return it with its flat results."""
         runner = self.program(kind, (*lead, *rest), shared_data)
         runner.compiler.consider(*pace)
-        program = runner.program
+        program, state, given = runner.program, self._flat(lead), leaves(rest)
         with torch.no_grad():  # tensors outside of the step may take gradients
-            return program, program.run(*self._flat(lead), *leaves(rest), *program.outside)
+            if capture is not None:
+                return program, capture.run(program, state, given, pace[0])
+            return program, program.run(*state, *given, *program.outside)
 
     def gradients(self, lead: Args, rest: Args, *, shared_data: bool) -> dict[str, Tree]:
         """Return what `apply` needs of a batch."""
@@ -515,6 +534,10 @@ class Programs(Generic[OwnSteps]):
                 raise
             self.steps.contiguous = True
         return self._traced(run, args, stacked)
+
+
+def _on_cpu(state: State) -> bool:
+    return state["member"]["seed"].device.type == "cpu"
 
 
 def _equal(tree: Tree, other: Tree) -> bool:
