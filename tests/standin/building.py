@@ -1,4 +1,4 @@
-"""Builds the C++ libraries of the tests once, and keeps them in the user's cache: the stand-in accelerator above all."""
+"""Builds the C++ libraries of the tests once, and keeps them in the user's cache."""
 
 import hashlib
 import os

@@ -1,9 +1,9 @@
 """Inductor's CUDA code for programs, generated without a GPU: `python -m tests.standin.cuda_code FOLDER`.
 
-FOLDER has the sources of programs that were traced on the stand-in. Their tensors are taken to be on a CUDA device,
-whose properties are those of an A100. Inductor works with fake tensors, so only what asks the device itself has to be
-replaced. The code is never compiled. Writes "launches.json" to FOLDER: by source, the number of kernels that the code
-launches, with those of cuBLAS and cuDNN.
+FOLDER has the sources of programs that were traced on the stand-in. Their tensors are taken to be on a CUDA
+device that is an A100. Inductor works with fake tensors, so only what asks the device itself has to be replaced.
+The code is never compiled. Writes "launches.json" to FOLDER: by source, the number of kernels that the code
+launches, with calls of cuBLAS and cuDNN.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,8 @@ def pretend_cuda() -> None:
     import torch._inductor.compile_fx
     import torch._inductor.graph
     from torch._inductor import config
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
+
+    target = import_module("triton.backends.compiler").GPUTarget("cuda", 80, A100.warp_size)
 
     class NoDevice(contextlib.nullcontext[None]):
         """Context of a device that is the only one."""
@@ -94,25 +95,30 @@ def pretend_cuda() -> None:
         setattr(interfaces.CudaInterface, name, staticmethod(answer))
     for name in ("get_device_properties", "current_device"):
         setattr(interfaces.CudaInterface.Worker, name, staticmethod(answers[name]))
-    own: Any = torch.cuda
-    own.device = own._DeviceGuard = interfaces.CudaInterface.device = NoDevice
-    version: Any = torch.version
-    version.cuda = "12.8"
-    internals: Any = torch._C
-    internals._cuda_getDevice = lambda: 0
-    internals._cuda_getCurrentRawStream = lambda _: 0
-    for module in (torch._dynamo.utils, torch._functorch.aot_autograd):  # there is no state of a generator to keep
-        module.preserve_rng_state = contextlib.nullcontext
-    # These passes look for patterns that they trace on a real device. None of them is in a train step of ours.
-    torch._inductor.compile_fx.joint_graph_passes = lambda graph, *_: graph
+    replaced: list[tuple[Any, str, object]] = [
+        (torch.cuda, "device", NoDevice),
+        (torch.cuda, "_DeviceGuard", NoDevice),
+        (interfaces.CudaInterface, "device", NoDevice),
+        (torch.version, "cuda", "12.8"),
+        (torch._C, "_cuda_getDevice", lambda: 0),
+        (torch._C, "_cuda_getCurrentRawStream", lambda _: 0),
+        # There is no state of a generator to keep.
+        (torch._dynamo.utils, "preserve_rng_state", contextlib.nullcontext),
+        (torch._functorch.aot_autograd, "preserve_rng_state", contextlib.nullcontext),
+        # These passes look for patterns, such as attention by products, that they trace on a real device.
+        (torch._inductor.compile_fx, "joint_graph_passes", lambda graph, *_: graph),
+        (torch._inductor.graph.GraphLowering, "compile_to_module", _stop),
+    ]
+    for owner, name, answer in replaced:
+        setattr(owner, name, answer)
     config.pattern_matcher = False
     config.fx_graph_cache = False
 
     class Driver:
         """Driver of triton for a device that is not there."""
 
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", 80, 32)
+        def get_current_target(self) -> object:
+            return target
 
         def get_current_device(self) -> int:
             return 0
@@ -123,13 +129,12 @@ def pretend_cuda() -> None:
         def get_device_interface(self) -> Any:
             return torch.cuda
 
-    driver.set_active(Driver())
+    import_module("triton.runtime").driver.set_active(Driver())
 
-    def stop(graph: Any) -> None:
-        code, *_ = graph.codegen()
-        raise _Generated(getattr(code, "value", code))
 
-    torch._inductor.graph.GraphLowering.compile_to_module = stop
+def _stop(graph: Any) -> None:
+    code, *_ = graph.codegen()
+    raise _Generated(getattr(code, "value", code))
 
 
 def code_of(source: GraphSource) -> str:

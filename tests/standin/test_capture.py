@@ -1,5 +1,6 @@
 """Captured steps: the weights are those of steps that are not captured, bit for bit, and a step is one launch."""
 
+import gc
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,7 @@ from tests.standin.races import watching
 from torch import nn
 
 import modelfleet as mf
-from modelfleet.frameworks.torch.fused import capture, engine
+from modelfleet.frameworks.torch.fused import capture, engine, packing
 from modelfleet.frameworks.torch.fused.engine import FusedEngine
 from modelfleet.lanes.lane import Lane
 
@@ -41,7 +42,7 @@ def both(
     callback = options.pop("callback", None)
     names = ("optimizer", "rate", "clip_norm", "schedule")
     recipe = {name: options.pop(name) for name in names if name in options}
-    whole = {"epochs": 4, "batch_size": 8, "strategy": "fused", "progress": False, **options}
+    whole: dict[str, Any] = {"epochs": 4, "batch_size": 8, "strategy": "fused", "progress": False, **options}
     fleets, histories = [], []
     for captured in (True, False):
         with pytest.MonkeyPatch.context() as patch:
@@ -68,12 +69,25 @@ class Reseed(mf.Callback):
                 own.write(range(3), {"member": {"seed": np.array([7, 8, 9])}})
 
 
+class Replace(mf.Callback):
+    """Has the state lie elsewhere in memory in the middle of an epoch."""
+
+    def __init__(self) -> None:
+        self.left = 8
+
+    def on_step_end(self, run: Any) -> None:
+        self.left -= 1
+        for own in engines_of(run.fleet) if not self.left else ():
+            own.state = packing.pack(own.state)
+
+
 CASES: dict[str, dict[str, Any]] = {
     "own data": {"data": mf.each({str(number): (X + number, Y) for number in range(3)})},
     "own rates of dropout": {"rate": mf.each([0.1, 0.2, 0.3])},
     "a schedule and clipping": {"optimizer": "adamw", "schedule": "cosine", "clip_norm": 1.0},
     "the last batch is smaller": {"batch_size": 12, "epochs": 8},
     "recorded steps": {"record_steps": True},
+    "a state elsewhere": {"callback": Replace},
     "other seeds": {"rate": mf.each([0.1, 0.2, 0.3]), "callback": Reseed},
 }
 
@@ -232,9 +246,11 @@ class CudaGraph(torch.accelerator.Graph):
 
     calls: list[str]
 
+    def __init__(self) -> None:
+        super().__init__(capture_error_mode="thread_local")  # the stand-in knows no other
+
     def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
         self.calls = [f"begin {capture_error_mode}"]
-        self.capture_error_mode = capture_error_mode
         super().capture_begin()
 
     def capture_end(self) -> None:
@@ -258,4 +274,65 @@ def test_cuda_is_called_as_torch_wants_it(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(capture, "_new_graph", new)
     captured, plain, _ = both(epochs=2)
     assert differing(captured, plain) == []
-    assert [graph.calls for graph, _ in made if hasattr(graph, "calls")] == [["begin thread_local", "end", *["replay"] * 7]]
+    assert [graph.calls for graph, _ in made if hasattr(graph, "calls")] == [
+        ["begin thread_local", "end", *["replay"] * 7]
+    ]
+
+
+class Stamps(mf.Callback):
+    """Notes what tells whether the state has changed, after every step."""
+
+    def __init__(self) -> None:
+        self.seen: list[object] = []
+
+    def on_step_end(self, run: Any) -> None:
+        self.seen += [own.stamp() for own in engines_of(run.fleet)]
+
+
+def test_torch_is_told_what_a_replay_has_written() -> None:
+    stamps = Stamps()
+    both(callback=lambda: stamps)
+    assert len(stamps.seen) == 2 * 20
+    assert None not in stamps.seen
+    assert all(before != after for before, after in zip(stamps.seen, stamps.seen[1:], strict=False))
+
+
+def test_the_memory_of_graphs_is_given_up_when_a_fit_ends() -> None:
+    def held(*, captured: bool) -> int:
+        gc.collect()
+        before = torch.accelerator.memory_allocated(0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(capture, "STEPS_LEFT", 0 if captured else 1000)
+            fleet = fleet_on("standin:0", dropping)
+            fleet.fit((X, Y), epochs=2, batch_size=8, progress=False, strategy="fused")
+        assert graphs_of(fleet) == captured
+        return torch.accelerator.memory_allocated(0) - before
+
+    assert held(captured=True) == held(captured=False)
+
+
+class TakeOver(mf.Callback):
+    """Has another form of the program take over after some steps, as one that was compiled does."""
+
+    def __init__(self) -> None:
+        self.left, self.runs = 8, 0
+
+    def on_step_end(self, run: Any) -> None:
+        self.left -= 1
+        for own in engines_of(run.fleet) if not self.left else ():
+            (runner,) = own.programs._all("train")
+            traced = runner.program.run
+
+            def compiled(*inputs: torch.Tensor) -> Any:
+                self.runs += 1
+                return traced(*inputs)
+
+            runner.program.run = compiled
+
+
+def test_a_program_that_takes_over_is_captured_again() -> None:
+    taking: list[TakeOver] = []
+    captured, plain, _ = both(callback=lambda: taking.append(TakeOver()) or taking[-1])
+    assert differing(captured, plain) == []
+    assert graphs_of(captured) == 2
+    assert [own.runs for own in taking] == [capture.WARM_UP + 1, 20 - 8]

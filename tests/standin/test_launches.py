@@ -21,7 +21,8 @@ from modelfleet.frameworks.torch.fused.engine import FusedEngine
 from modelfleet.lanes.lane import Lane
 
 DOCS = Path(__file__).parents[2] / "docs/accelerators.md"
-HEADER = "| network | uncompiled | compiled | captured |"
+COLUMNS = ("network", "uncompiled", "compiled", "captured")
+HEADER = f"| {' | '.join(COLUMNS)} |"
 NETS = {"MLP": "mlp-64", "CNN": "cnn", "transformer": "transformer", "LSTM": "lstm"}
 MEMBERS, STEPS = 8, 12
 
@@ -76,20 +77,16 @@ def table() -> dict[str, list[int]]:
     return {name: [int(number) for number in numbers] for name, *numbers in cells}
 
 
-@pytest.fixture(scope="module")
-def fleets() -> dict[str, mf.Fleet]:
-    return {}
-
-
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("column", ["uncompiled", "captured"])
 def test_a_step_has_the_launches_of_the_table(name: str, column: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture, "STEPS_LEFT", 0 if column == "captured" else STEPS + 1)
     found = fit(fleet_of(name), name)
-    expected = table()[name][HEADER.strip("| ").split(" | ").index(column) - 1]
+    expected = table()[name][COLUMNS.index(column) - 1]
     assert steady(found) == expected, f"{name}, {column}: {found[-1]}"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="inductor's CUDA code needs triton: pip install triton")
 def test_a_compiled_step_has_the_launches_of_the_table(tmp_path: Path) -> None:
     for name in NETS:

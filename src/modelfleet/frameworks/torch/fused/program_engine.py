@@ -108,8 +108,10 @@ class ProgramEngine(TorchEngine, StackedEngine, Generic[OwnSteps]):
         return self.programs.time_ratio
 
     def stop(self) -> None:
-        """Stop every compiler that is still at work."""
+        """Stop every compiler that is still at work, and give up the memory of captured steps."""
         self.programs.stop()
+        if self.stepper.capture is not None:
+            self.stepper.capture.forget()
 
     # --- steps ---------------------------------------------------------------------------------------------------
 

@@ -168,9 +168,7 @@ class Programs(Generic[OwnSteps]):
         found = program([*self._flat(lead), *leaves(batch)])
         return self.apply("apply", lead, (coefficients, active, found)), program.unused
 
-    def _train_packed(
-        self, packed: Packed, lead: Args, rest: Args, shared_data: bool
-    ) -> Tensor:
+    def _train_packed(self, packed: Packed, lead: Args, rest: Args, shared_data: bool) -> Tensor:
         """Take one step in two parts: gradients, then an update of all members at once if all are fine."""
         coefficients, active, *batch = rest
         runner = self.program("packed_gradients", (*lead, *batch, active), shared_data)
@@ -215,8 +213,8 @@ class Programs(Generic[OwnSteps]):
     def _at_once(self, lead: Args, coefficients: CoefficientsBySlice) -> tuple[Args, Packed | None]:
         """Return a step's first arguments, and what updates all parameters at once in a second part of it.
 
-        On an accelerator, the host would have to wait for the first part. There one masked program updates all, and
-        the state that it is given has the buffers.
+        On an accelerator, the host would have to wait for the first part. There one masked program updates all,
+        and the state that it is given has the buffers.
         """
         packed = self._packed(lead[0], coefficients)
         if packed is None or _on_cpu(lead[0]):
@@ -224,7 +222,7 @@ class Programs(Generic[OwnSteps]):
         return (lead if len(coefficients) > 1 else (packed[0], lead[1])), None
 
     def _packed(self, state: State, coefficients: CoefficientsBySlice) -> Packed | None:
-        """Return a state with the buffers of its tensors, and its leaves; None if a step can't update all at once."""
+        """Return a state with its buffers, and its leaves; None if a step can't update all at once."""
         known = getattr(self._buffers, "last", None)
         if known is None or known[0] is not state:
             buffers = packed = None

@@ -1,6 +1,6 @@
 """Update of the stacked state after a step's gradients are known: clip, apply the optimizer, count the step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -137,7 +137,7 @@ def _like(numbers: Tensor, tensor: Tensor) -> Tensor:
     return numbers.view(-1, *[1] * (tensor.dim() - 1))
 
 
-def _total(parts: Sequence[Tensor]) -> Tensor:
+def _total(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 

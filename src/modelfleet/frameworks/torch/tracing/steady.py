@@ -1,8 +1,8 @@
 """Compute what stays the same from step to step only once, in a traced graph that runs uncompiled.
 
-A step computes with constants, with numbers of each member, such as a dropout rate, and with seeds. These inputs are the same
-tensors at every step, and dozens of small operations depend on nothing else. So they run when such an input has
-changed, and their results are kept for the steps after that.
+A step computes with constants, with numbers of each member, such as a dropout rate, and with seeds. These inputs
+are the same tensors at every step, and dozens of small operations depend on nothing else. So they run when such an
+input has changed, and their results are kept for the steps after that.
 """
 
 from collections.abc import Callable, Sequence
@@ -89,7 +89,9 @@ def split_steady(graph: fx.Graph, steady: Sequence[int]) -> tuple[fx.Graph, list
             found[node] = None
     results = [node for node in found if any(user not in found for user in node.users)]
     # Constants are worth it on an accelerator, where each of them is a launch.
-    if not any(used in chosen for node in found for used in node.all_input_nodes) and not any(map(_launches, results)):
+    if not any(used in chosen for node in found for used in node.all_input_nodes) and not any(
+        map(_launches, results)
+    ):
         return None
     once = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
