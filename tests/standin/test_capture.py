@@ -3,6 +3,7 @@
 import gc
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -321,13 +322,11 @@ class TakeOver(mf.Callback):
         self.left -= 1
         for own in engines_of(run.fleet) if not self.left else ():
             (runner,) = own.programs._all("train")
-            traced = runner.program.run
+            runner.program.run = partial(self._run, runner.program.run)
 
-            def compiled(*inputs: torch.Tensor) -> Any:
-                self.runs += 1
-                return traced(*inputs)
-
-            runner.program.run = compiled
+    def _run(self, traced: Callable[..., Any], *inputs: torch.Tensor) -> Any:
+        self.runs += 1
+        return traced(*inputs)
 
 
 def test_a_program_that_takes_over_is_captured_again() -> None:
