@@ -1,4 +1,4 @@
-"""Builds the stand-in accelerator once, and keeps it in the user's cache."""
+"""Builds the C++ libraries of the tests once, and keeps them in the user's cache."""
 
 import hashlib
 import os
@@ -6,12 +6,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-SOURCES = (FOLDER / "operations.cpp", FOLDER / "device.h")
+STANDIN = (FOLDER / "operations.cpp", FOLDER / "graphs.h", FOLDER / "device.h")
+PRETEND_CUDA = (FOLDER / "pretend_cuda.cpp",)
 
 
 def compiler() -> str | None:
@@ -19,17 +21,17 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
 
 
-def library() -> Path:
-    """Return where the library of these sources and this torch is, or will be."""
-    parts = [version("torch"), sys.platform, *(path.read_text(encoding="utf-8") for path in SOURCES)]
+def library(sources: Sequence[Path] = STANDIN) -> Path:
+    """Return where the library of some sources and this torch is, or will be."""
+    parts = [version("torch"), sys.platform, *(path.read_text(encoding="utf-8") for path in sources)]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "modelfleet-tests" / f"standin-{key}.so"
+    return cache / "modelfleet-tests" / f"{sources[0].stem}-{key}.so"
 
 
-def build() -> Path:
-    """Return the library, built if it is not in the cache."""
-    path = library()
+def build(sources: Sequence[Path] = STANDIN) -> Path:
+    """Return the library of some sources, of which the first is compiled, unless it is in the cache."""
+    path = library(sources)
     if path.exists():
         return path
     spec, command = find_spec("torch"), compiler()
@@ -44,12 +46,12 @@ def build() -> Path:
         flags = ["-shared", "-fPIC", "-O1", "-std=c++20", "-w", *headers, f"-L{torch / 'lib'}"]
         libraries = ["-lc10", "-ltorch_cpu", "-ltorch"]
         result = subprocess.run(
-            [command, *flags, str(SOURCES[0]), "-o", str(made), *libraries],
+            [command, *flags, str(sources[0]), "-o", str(made), *libraries],
             capture_output=True,
             text=True,
             check=False,
         )
         if result.returncode:
-            raise RuntimeError(f"the stand-in accelerator can't be built:\n{result.stderr[-4000:]}")
+            raise RuntimeError(f"{sources[0].name} can't be built:\n{result.stderr[-4000:]}")
         made.replace(path)  # at once: other processes may build it, too
     return path

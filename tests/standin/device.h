@@ -7,6 +7,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <atomic>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <set>
@@ -30,7 +31,21 @@ using Places = std::vector<int64_t>;  // addresses of blocks of memory, or the n
 using Listener = void (*)(const char* kind, const char* text, int64_t stream, int, const int64_t*, int, const int64_t*);
 std::atomic<Listener> listener{nullptr};
 
+struct Recording {  // what a thread captures: see graphs.h
+  int device = 0;
+  std::vector<std::function<void()>> operations;
+  std::set<int64_t> read, written;
+  std::map<void*, std::vector<char>> before;  // the device's memory when the capture began
+  std::vector<void*> blocks;  // allocated within the capture: they belong to the graph
+};
+thread_local Recording* recording = nullptr;
+
+void refuse_within_capture(const std::string& what) {
+  TORCH_CHECK(!recording, "operation not permitted when stream is capturing: ", what);
+}
+
 void tell(const char* kind, const std::string& text, int64_t stream, const Places& read = {}, const Places& write = {}) {
+  if (recording && !strcmp(kind, "op")) return;  // it is not done now
   if (auto told = listener.load()) told(kind, text.c_str(), stream, read.size(), read.data(), write.size(), write.data());
 }
 
@@ -46,6 +61,8 @@ struct Block {
   int64_t stream;
   size_t size;
   bool used_elsewhere;  // `record_stream` was called: on a GPU, not reused before that stream has passed
+  bool captured = false;  // belongs to a graph
+  bool given_back = false;  // to the graph
 };
 
 // As CUDA's: a freed block is at once reused by the stream that it was allocated on.
@@ -77,6 +94,10 @@ struct CachingAllocator final : DeviceAllocator {
         }
       }
       if (found) peak[device] = std::max(peak[device], used[device] += size);
+      if (found && recording) {
+        blocks[found].captured = true;
+        recording->blocks.push_back(found);
+      }
     }
     forget(dropped);
     TORCH_CHECK_WITH(OutOfMemoryError, found, "standin out of memory. Tried to allocate ", size, " bytes on ", where);
@@ -88,6 +109,10 @@ struct CachingAllocator final : DeviceAllocator {
     {
       std::lock_guard<std::mutex> lock(mutex);
       auto& block = blocks.at(pointer);
+      if (block.captured) {
+        block.given_back = true;
+        return;
+      }
       used[block.device] -= block.size;
       if (!block.used_elsewhere) return cached[{block.stream, block.size}].push_back(pointer);
       reserved[block.device] -= block.size;
@@ -95,6 +120,18 @@ struct CachingAllocator final : DeviceAllocator {
       dropped = {reinterpret_cast<int64_t>(pointer)};
     }
     forget(dropped);
+  }
+  void drop_graph(const std::vector<void*>& own) {
+    for (void* pointer : own) {
+      bool unused;
+      {
+        std::lock_guard<std::mutex> lock(mutex);
+        auto& block = blocks.at(pointer);
+        unused = block.given_back;
+        block.captured = block.given_back = false;
+      }
+      if (unused) give_back(pointer);
+    }
   }
   // To be called with the lock. What it returns is to be given to `forget` without it: the listener waits for Python.
   Places drop_cached(int device) {
@@ -215,9 +252,13 @@ struct Guard final : impl::DeviceGuardImplInterface {
   void block(void* event, const Stream& s) const override { tell("wait", "", number(s), {number(event)}); }
   bool queryEvent(void*) const override { return true; }
   bool queryStream(const Stream&) const override { return true; }
-  void synchronizeStream(const Stream& s) const override { tell("sync", "stream", number(s)); }
-  void synchronizeEvent(void* event) const override { tell("sync", "event", 0, {number(event)}); }
-  void synchronizeDevice(const DeviceIndex d) const override { tell("sync", "device", d); }
+  void synchronizeStream(const Stream& s) const override { wait("stream", number(s)); }
+  void synchronizeEvent(void* event) const override { wait("event", 0, {number(event)}); }
+  void synchronizeDevice(const DeviceIndex d) const override { wait("device", d); }
+  static void wait(const char* what, int64_t stream, const Places& events = {}) {
+    refuse_within_capture("to wait");
+    tell("sync", what, stream, events);
+  }
   void recordDataPtrOnStream(const DataPtr& pointer, const Stream& s) const override { memory().recordStream(pointer, s); }
   double elapsedTime(void*, void*, const DeviceIndex) const override { return 0.0; }
 };

@@ -8,6 +8,7 @@
 #include <ATen/Operators.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/native/Resize.h>
+#include <ATen/ops/_foreach_copy_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_native.h>
@@ -17,7 +18,7 @@
 
 #include <sstream>
 
-#include "device.h"
+#include "graphs.h"
 
 namespace {
 bool here(const Tensor& t) { return t.defined() && t.device().type() == KIND; }
@@ -61,7 +62,10 @@ Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
   std::ostringstream text;
   text << self.sizes() << (non_blocking ? " async" : " waits");
   const char* kind = !here(to) ? "d2h" : !here(self) ? "h2d" : self.device() == to.device() ? "op" : "p2p";
-  host(to).copy_(host(self));
+  if (strcmp(kind, "op")) refuse_within_capture("a copy between devices");
+  auto copy = [from = host(self), into = host(to)] { into.copy_(from); };
+  copy();
+  record(copy, {place(self)}, {place(to)});
   if (!strcmp(kind, "p2p"))
     tell(kind, text.str(), from_stream, {to_stream, place(self)}, {place(to)});
   else
@@ -74,6 +78,7 @@ Tensor copy_from_and_resize(const Tensor& self, const Tensor& to) {
   return copy_from(self, to, false);
 }
 Scalar local_scalar_dense(const Tensor& self) {
+  refuse_within_capture("item");
   tell("item", "", stream_of(self.device()), {place(self)});
   return host(self).item();
 }
@@ -93,10 +98,14 @@ Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>
                    SymIntArrayRef padding, SymIntArrayRef dilation, bool transposed, SymIntArrayRef output_padding,
                    SymInt groups) {
   TORCH_CHECK(x.device() == w.device(), "convolution: Expected all tensors to be on the same device");
-  auto made = like_host(at::convolution_symint(host(x), host(w), host(b), stride, padding, dilation, transposed,
-                                               output_padding, groups), x.device());
+  auto run = [x = host(x), w = host(w), b = host(b), stride = stride.vec(), padding = padding.vec(),
+              dilation = dilation.vec(), transposed, output_padding = output_padding.vec(), groups] {
+    return at::convolution_symint(x, w, b, stride, padding, dilation, transposed, output_padding, groups);
+  };
+  auto made = like_host(run(), x.device());
   Places read{place(x), place(w)};
   if (b && b->defined()) read.push_back(place(*b));
+  record([run, made] { host(made).copy_(run()); }, read, {place(made)});
   tell("op", "aten::convolution", stream_of(x.device()), read, {place(made)});
   return made;
 }
@@ -104,8 +113,12 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(
     const Tensor& grad, const Tensor& x, const Tensor& w, SymIntArrayRef stride, SymIntArrayRef padding,
     SymIntArrayRef dilation, bool transposed, SymIntArrayRef output_padding, SymInt groups, std::array<bool, 3> mask) {
   std::vector<SymInt> bias{w.sym_size(transposed ? 1 : 0) * (transposed ? groups : SymInt(1))};
-  auto [gx, gw, gb] = at::convolution_backward_symint(host(grad), host(x), host(w), SymIntArrayRef(bias), stride,
-                                                      padding, dilation, transposed, output_padding, groups, mask);
+  auto run = [grad = host(grad), x = host(x), w = host(w), bias, stride = stride.vec(), padding = padding.vec(),
+              dilation = dilation.vec(), transposed, output_padding = output_padding.vec(), groups, mask] {
+    return at::convolution_backward_symint(grad, x, w, SymIntArrayRef(bias), stride, padding, dilation, transposed,
+                                           output_padding, groups, mask);
+  };
+  auto [gx, gw, gb] = run();
   Places write;
   auto back = [&](const Tensor& t) {
     auto made = t.defined() ? like_host(t, x.device()) : t;
@@ -113,6 +126,15 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(
     return made;
   };
   auto made = std::make_tuple(back(gx), back(gw), back(gb));
+  record(
+      [run, made] {
+        auto fresh = run();
+        auto copy = [](const Tensor& to, const Tensor& from) { if (to.defined()) host(to).copy_(from); };
+        copy(std::get<0>(made), std::get<0>(fresh));
+        copy(std::get<1>(made), std::get<1>(fresh));
+        copy(std::get<2>(made), std::get<2>(fresh));
+      },
+      {place(grad), place(x), place(w)}, write);
   tell("op", "aten::convolution_backward", stream_of(x.device()), {place(grad), place(x), place(w)}, write);
   return made;
 }
@@ -140,6 +162,8 @@ struct Call {
   Places read, write;
   std::optional<Device> device;
   std::vector<Tensor> of_host;
+  std::vector<std::pair<size_t, Tensor>> results;  // what to copy a result to, by its number
+  size_t returned = 0;
 
   Tensor argument(const Tensor& t, bool written, bool out) {
     if (!t.defined()) return t;
@@ -204,10 +228,14 @@ struct Call {
     for (auto& [own, there] : known) {
       if (own.unsafeGetTensorImpl() != t.unsafeGetTensorImpl()) continue;
       if (own.sizes() != there.sizes()) there.resize_(own.sizes());
-      if (own.data_ptr() != there.data_ptr()) host(there).copy_(own);
+      if (own.data_ptr() != there.data_ptr()) {
+        host(there).copy_(own);
+        results.emplace_back(returned, host(there));
+      }
       return there;
     }
     auto made = like_host(t, *device);
+    results.emplace_back(returned, made);
     if (made.numel()) write.push_back(place(made));
     return made;
   }
@@ -216,23 +244,71 @@ struct Call {
       TORCH_CHECK(!returned.alias_info() || returned.alias_info()->isWrite(), name, " makes a view, and is not here yet");
     take_arguments();
     check_devices();
-    if (reads_sizes(name)) tell("item", name, stream_of(*device), read);
+    if (reads_sizes(name)) {
+      refuse_within_capture(name);
+      tell("item", name, stream_of(*device), read);
+    }
+    torch::jit::Stack given;
+    if (recording) given = copied_arguments();
     op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
     const size_t begin = stack->size() - op.schema().returns().size();
     for (size_t i = begin; i < stack->size(); ++i) {
       IValue& value = (*stack)[i];
       if (value.isTensor()) {
         value = result(value.toTensor());
+        ++returned;
       } else if (value.isTensorList()) {
         std::vector<Tensor> tensors;
-        for (const Tensor& t : value.toTensorVector()) tensors.push_back(result(t));
+        for (const Tensor& t : value.toTensorVector()) {
+          tensors.push_back(result(t));
+          ++returned;
+        }
         value = IValue(List<Tensor>(tensors));
       }
     }
+    if (recording) record([op = op, given, results = results] { replay(op, given, results); }, read, write);
     tell("op", name, stream_of(*device), read, write);
+  }
+  torch::jit::Stack copied_arguments() {
+    const auto& arguments = op.schema().arguments();
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      auto optional = arguments[i].type()->cast<OptionalType>();
+      if (optional && optional->getElementType()->kind() == TypeKind::GeneratorType) refuse_within_capture("a draw");
+    }
+    return {stack->end() - arguments.size(), stack->end()};
+  }
+  static void replay(const OperatorHandle& op, torch::jit::Stack stack,
+                     const std::vector<std::pair<size_t, Tensor>>& results) {
+    op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &stack);
+    std::vector<Tensor> fresh;
+    for (const IValue& value : stack) {
+      if (value.isTensor()) fresh.push_back(value.toTensor());
+      if (value.isTensorList())
+        for (const Tensor& t : value.toTensorVector()) fresh.push_back(t);
+    }
+    for (auto& [number, to] : results) host(to).copy_(fresh.at(number));
   }
 };
 void fallback(const OperatorHandle& op, torch::jit::Stack* stack) { Call{op, stack}.run(); }
+
+// One launch for all, as with CUDA; between devices, a copy for each.
+void foreach_copy(at::TensorList to, at::TensorList from, bool non_blocking) {
+  bool together = true;
+  for (size_t i = 0; i < to.size(); ++i)
+    together &= here(to[i]) && to[i].device() == from[i].device() && to[i].device() == to[0].device();
+  if (!together) return at::native::foreach_tensor_copy_list_kernel_slow_(to, from, non_blocking);
+  Places read, write;
+  std::vector<std::pair<Tensor, Tensor>> pairs;
+  for (size_t i = 0; i < to.size(); ++i) {
+    pairs.emplace_back(host(to[i]), host(from[i]));
+    read.push_back(place(from[i]));
+    write.push_back(place(to[i]));
+  }
+  auto copy = [pairs] { for (auto& [into, own] : pairs) into.copy_(own); };
+  copy();
+  record(copy, read, write);
+  if (!to.empty()) tell("op", "aten::_foreach_copy_", stream_of(to[0].device()), read, write);
+}
 
 Tensor as_strided(const Tensor& t, SymIntArrayRef size, SymIntArrayRef strides, std::optional<SymInt> offset) {
   return at::native::as_strided_tensorimpl(t, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(strides),
@@ -265,6 +341,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("record_stream", record_stream);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
+  m.impl("_foreach_copy_", foreach_copy);
   m.impl("as_strided", as_strided);
   m.impl("view", view);
   m.impl("_reshape_alias", reshape_alias);

@@ -95,6 +95,11 @@ class Engine(ABC):
         return None
 
     @property
+    def uncaptured(self) -> str | None:
+        """Return the reason why steps could not be captured as graphs; None if they could, or if not tried."""
+        return None
+
+    @property
     @abstractmethod
     def compiling(self) -> bool:
         """Return True if something is being compiled during the training."""

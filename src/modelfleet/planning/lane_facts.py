@@ -64,4 +64,6 @@ def _reason(spec: LaneSpec, lane: Lane) -> str:
     python = untraced and f"every step runs its Python: {untraced}"
     uncompiled = lane.engine.uncompiled
     slower = uncompiled and f"not compiled: {uncompiled}"
-    return join_reasons(together, several, spec.apart_because, python, slower) or "on its own"
+    uncaptured = lane.engine.uncaptured
+    launches = uncaptured and f"not captured: {uncaptured}"
+    return join_reasons(together, several, spec.apart_because, python, slower, launches) or "on its own"

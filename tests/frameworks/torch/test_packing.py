@@ -118,3 +118,29 @@ def test_a_buffer_has_the_tensors_one_after_the_other() -> None:
     packed["params"]["b"].add_(1)
     assert torch.equal(packing.split(buffers[""], tensors)["b"], tensors["b"] + 1)
     assert packing.buffers_of({"params": tensors, "optimizer": {}}) is None
+
+
+class LongOrShort(nn.Module):
+    """Uses one of its layers for long rows only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.every, self.long = nn.Linear(2, 3).double(), nn.Linear(3, 3).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        each = self.every(x).tanh()
+        return (self.long(each) if x.shape[1] > 3 else each).mean(1)
+
+
+@pytest.mark.parametrize("lengths", [(5, 2, 5, 2), (2, 5, 2, 5), (5, 4, 2, 3)])
+def test_forms_of_batches_may_use_other_parameters(lengths: tuple[int, ...]) -> None:
+    random = torch.Generator().manual_seed(0)
+    rows = [torch.randn(6, length, 2, generator=random, dtype=torch.float64) for length in lengths]
+    batches = [(x, torch.arange(6) % 3) for x in rows]
+    fused, plain = (mf.Fleet.build(LongOrShort, 3, seed=1) for _ in range(2))
+    for fleet, strategy in ((fused, "fused"), (plain, "interleaved")):
+        fleet.compile("adamw", "cross_entropy", lr=0.05, weight_decay=0.1)
+        fleet.fit(batches, epochs=2, progress=False, strategy=strategy)
+    for name in fused.names:
+        for found, expected in zip(weights(fused, name), weights(plain, name), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

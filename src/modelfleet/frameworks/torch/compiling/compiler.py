@@ -11,7 +11,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -280,7 +280,8 @@ def _compile(source: GraphSource, to_run: bool) -> Callable[..., Any]:
         with fakes:
             inputs = [spec.empty(width) for spec in source.inputs]
         mode = "symbolic" if general else "real"
-        graph = make_fx(forward, decomposition_table=DECOMPOSITIONS, tracing_mode=mode)(*inputs)
+        with nullcontext() if general else fakes:  # so that constants are not made on the accelerator
+            graph = make_fx(forward, decomposition_table=DECOMPOSITIONS, tracing_mode=mode)(*inputs)
         chosen = config.cpp.vec_isa_ok  # the user's own, from `TORCHINDUCTOR_VEC_ISA_OK`
         options = {
             "cpp.vec_isa_ok": knows_vectors() if chosen is None else chosen,

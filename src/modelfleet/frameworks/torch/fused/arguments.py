@@ -26,7 +26,8 @@ def family_of(kind: str, args: Args, shared_data: bool) -> Key:
     counted = tuple((own, *numbers) for own, numbers in args[2].items()) if kind in ("train", *APPLYING) else ()
     # Members that differ in numbers have a column for each place that takes one.
     numbers = tuple(args[0]["numbers"]) if "numbers" in args[0] else None
-    return kind, shared_data, tuple(args[1]), counted, numbers, _row_stride(args[0]), data
+    form = "packed" in args[0], _row_stride(args[0])
+    return kind, shared_data, tuple(args[1]), counted, numbers, form, data
 
 
 def without_sizes(family: Key) -> tuple[Key, Shapes]:

@@ -18,6 +18,7 @@ from modelfleet.frameworks.torch.compiling.decision import compile_mode
 from modelfleet.frameworks.torch.fused import packing
 from modelfleet.frameworks.torch.fused import state as states
 from modelfleet.frameworks.torch.fused.arguments import readable
+from modelfleet.frameworks.torch.fused.capture import capture_on
 from modelfleet.frameworks.torch.fused.program_engine import ProgramEngine, RowTrials, batch_layout
 from modelfleet.frameworks.torch.fused.programs import Programs
 from modelfleet.frameworks.torch.fused.stepping import Stepper
@@ -85,6 +86,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
             CoefficientsAhead(self._rules, skips=context.task.precision == "fp16"),
             division=self._division,
             variants=variants,
+            capture=capture_on(device),
         )
         trials = RowTrials(
             lambda one, data, real: all(

@@ -93,6 +93,11 @@ class ProgramEngine(TorchEngine, StackedEngine, Generic[OwnSteps]):
         return self.programs.uncompiled
 
     @property
+    def uncaptured(self) -> str | None:
+        """Return why the steps could not be captured; None if they could, or if this has not been tried."""
+        return None if self.stepper.capture is None else self.stepper.capture.failure
+
+    @property
     def compiling(self) -> bool:
         """Return True if a program is being compiled beside the training."""
         return self.programs.compiling
@@ -103,15 +108,19 @@ class ProgramEngine(TorchEngine, StackedEngine, Generic[OwnSteps]):
         return self.programs.time_ratio
 
     def stop(self) -> None:
-        """Stop every compiler that is still at work."""
+        """Stop every compiler that is still at work, and give up the memory of captured steps."""
         self.programs.stop()
+        if self.stepper.capture is not None:
+            self.stepper.capture.forget()
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
     def train(self, hyper: Hyper, active: Tensor, batch: Batch, pace: Pace = NOTHING_LEFT) -> None:
         """Take the steps of a batch for the active members."""
         with self._threads(batch.steps or 1):
-            losses = self.stepper.train(self.state, hyper, active, batch, pace)
+            steps = self.stepper.train(self.state, hyper, active, batch, pace)
+            keep = self.record is not None and self.stepper.capture is not None
+            losses = [loss.clone() if keep else loss for loss in steps]
         if self.record is not None:
             for loss in losses:
                 self.record(loss, None)
@@ -138,6 +147,8 @@ class ProgramEngine(TorchEngine, StackedEngine, Generic[OwnSteps]):
         self.stacked = self.stacked.moved(Tensor.cpu, states.Rows(self.device))
         self.stepper.coefficients.forget()
         self.programs.forget_state()
+        if self.stepper.capture is not None:
+            self.stepper.capture.forget()
 
     def stamp(self) -> Hashable:
         """Return the versions of the state's tensors; None on the host, or if programs write without counting."""

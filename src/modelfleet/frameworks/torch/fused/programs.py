@@ -28,6 +28,7 @@ from modelfleet.frameworks.torch.fused.arguments import (
     steady_inputs,
     width_of,
 )
+from modelfleet.frameworks.torch.fused.capture import Capture
 from modelfleet.frameworks.torch.fused.other_sizes import from_other_sizes
 from modelfleet.frameworks.torch.fused.runner import ByWidth, Runner, ShapeTimes, for_any_width
 from modelfleet.frameworks.torch.fused.steps_protocol import How, LaneSteps
@@ -48,6 +49,8 @@ MAX_KEPT = 16  # Python states of the model whose programs are kept
 MAX_FORMS = 128  # kinds of steps and forms of batches whose programs are kept, for each of these states
 Result = TypeVar("Result")
 OwnSteps = TypeVar("OwnSteps", bound=LaneSteps)
+Packed = tuple[State, list[Tensor]]
+"""A state with the buffers of its tensors, and its leaves."""
 # torch's messages for `view(-1)` of a transposed weight:
 _NO_VIEW = ("view size is not compatible", "Cannot view a tensor")
 
@@ -124,7 +127,9 @@ class Programs(Generic[OwnSteps]):
         known = [runner.program.working_bytes for runner in self._all(*TRAINING)]
         return max((size for size in known if size is not None), default=None)
 
-    def train(self, lead: Args, rest: Args, *, shared_data: bool, pace: Pace) -> tuple[Tensor, frozenset[str]]:
+    def train(
+        self, lead: Args, rest: Args, *, shared_data: bool, pace: Pace, capture: Capture | None = None
+    ) -> tuple[Tensor, frozenset[str]]:
         """Take one step of every active member, in place. Return the losses, and the parameters that took no part.
 
         Args:
@@ -132,33 +137,40 @@ class Programs(Generic[OwnSteps]):
             rest: The other arguments.
             shared_data: True if the data have no member axis.
             pace: The number of steps left of this kind, and the seconds per step.
+            capture: Captures the steps of the lane, if its device can. The next step overwrites the losses.
         """
         self._look()
-        packed, whole = self._packed(lead[0], rest[0]), len(rest[0]) < 2
+        lead, packed = self._at_once(lead, rest[0])
         args = (*lead, *rest)
-        if packed is None and whole:
-            runner = self._runner("train", args, shared_data)
-            runner.compiler.consider(*pace)
-            return self._run(runner, lead, rest)[0], runner.program.unused
-        runner = self._compiled("train", args, shared_data, pace)
-        if runner is not None:
-            return self._run(runner, lead, rest)[0], runner.program.unused
-        if packed is None:
-            return self._train_sliced(lead, rest, shared_data)
-        return self._train_packed(packed, lead, rest, shared_data), frozenset()
+        if packed is not None or len(rest[0]) > 1:
+            runner = self._compiled("train", args, shared_data, pace)
+            if runner is not None:
+                return self._run(runner, lead, rest, pace[0], capture)[0], runner.program.unused
+            if packed is not None:
+                _, active, *batch = rest
+                runner = self._runner("packed_gradients", (*lead, *batch, active), shared_data)
+                if not runner.program.unused:
+                    return self._train_packed(runner, packed, lead, rest, shared_data), frozenset()
+            if len(rest[0]) > 1:
+                return self._train_sliced(lead, rest, shared_data)
+        runner = self._runner("train", args, shared_data)
+        runner.compiler.consider(*pace)
+        return self._run(runner, lead, rest, pace[0], capture)[0], runner.program.unused
 
     def ready_to_train(self, lead: Args, rest: Args, *, shared_data: bool) -> None:
         """Trace what `train` runs first for such a batch, if that has not been done."""
         coefficients, active, *batch = rest
+        given = lead
+        lead, packed = self._at_once(given, coefficients)
         if compile_mode() != "now":
             args = (*lead, *batch, active)
-            packed = self._packed(lead[0], coefficients)
             if packed is not None and not self.program("packed_gradients", args, shared_data).program.unused:
                 return
             if len(coefficients) > 1:
                 self.program("gradients", (*lead, *batch), shared_data)
                 return
-        self.program("train", (*lead, *rest), shared_data)
+        if self.program("train", (*lead, *rest), shared_data).program.unused and lead is not given:
+            self.program("train", (*given, *rest), shared_data)  # some parameters are not updated
 
     def _train_sliced(self, lead: Args, rest: Args, shared_data: bool) -> tuple[Tensor, frozenset[str]]:
         """Take one step in parts: gradients of all members, then the update of each slice.
@@ -170,12 +182,9 @@ class Programs(Generic[OwnSteps]):
         found = program([*self._flat(lead), *leaves(batch)])
         return self.apply("apply", lead, (coefficients, active, found)), program.unused
 
-    def _train_packed(
-        self, packed: tuple[State, list[Tensor]], lead: Args, rest: Args, shared_data: bool
-    ) -> Tensor:
+    def _train_packed(self, runner: Runner, packed: Packed, lead: Args, rest: Args, shared_data: bool) -> Tensor:
         """Take one step in two parts: gradients, then an update of all members at once if all are fine."""
         coefficients, active, *batch = rest
-        runner = self._runner("packed_gradients", (*lead, *batch, active), shared_data)
         program, begun = runner.program, time.perf_counter()
         with torch.no_grad():
             values = program.run(*self._flat(lead), *leaves((*batch, active)), *program.outside)
@@ -193,7 +202,7 @@ class Programs(Generic[OwnSteps]):
     def _apply_packed(
         self,
         runner: Runner,
-        packed: tuple[State, list[Tensor]],
+        packed: Packed,
         coefficients: CoefficientsBySlice,
         values: Sequence[Tensor],
     ) -> None:
@@ -214,19 +223,27 @@ class Programs(Generic[OwnSteps]):
             program = follower.program
             program.run(*state, *leaves(numbers), *own.of(list(results)), *program.outside)
 
-    def _packed(self, state: State, coefficients: CoefficientsBySlice) -> tuple[State, list[Tensor]] | None:
-        """Return a state with the buffers of its tensors, and its leaves; None if a step can't update all at once.
+    def _at_once(self, lead: Args, coefficients: CoefficientsBySlice) -> tuple[Args, Packed | None]:
+        """Return a step's first arguments, and what updates all parameters at once in a second part of it.
 
-        On an accelerator the host would have to wait for the gradients.
+        On an accelerator, the host would have to wait for the first part. There one masked program updates all,
+        and the state that it is given has the buffers.
         """
+        packed = self._packed(lead[0], coefficients)
+        if packed is None or _on_cpu(lead[0]):
+            return lead, packed
+        return (lead if len(coefficients) > 1 else (packed[0], lead[1])), None
+
+    def _packed(self, state: State, coefficients: CoefficientsBySlice) -> Packed | None:
+        """Return a state with its buffers, and its leaves; None if a step can't update all at once."""
         known = getattr(self._buffers, "last", None)
         if known is None or known[0] is not state:
-            buffers = None
-            if self.fused and state["member"]["seed"].device.type == "cpu" and "scale" not in state["member"]:
+            buffers = packed = None
+            if self.fused and not (_on_cpu(state) and "scale" in state["member"]):
                 buffers = packing.buffers_of(state)
-            packed = None
             if buffers is not None:
-                packed = {"packed": buffers, **{part: state[part] for part in ("buffers", "member", "sums")}}
+                parts = ("buffers", "member", "sums") if _on_cpu(state) else state
+                packed = {"packed": buffers, **{part: state[part] for part in parts}}
             known = self._buffers.last = state, None if packed is None else (packed, leaves(packed))
         together = coefficients and all(len(own) == 1 for own in coefficients.values())
         return known[1] if together and not self.steps.unused else None
@@ -282,11 +299,15 @@ class Programs(Generic[OwnSteps]):
         flat, columns = self._run(runner, lead, rest)
         return flat, columns
 
-    def _run(self, runner: Runner, lead: Args, rest: Args) -> Sequence[Tensor]:
-        """Run a program, and return its flat results."""
-        program = runner.program
+    def _run(
+        self, runner: Runner, lead: Args, rest: Args, steps_left: int = 0, capture: Capture | None = None
+    ) -> Sequence[Tensor]:
+        """Run a program, captured if the device can and it pays, and return its flat results."""
+        program, state, given = runner.program, self._flat(lead), leaves(rest)
         with torch.no_grad():  # tensors outside of the step may take gradients
-            return program.run(*self._flat(lead), *leaves(rest), *program.outside)
+            if capture is not None:
+                return capture.run(program, state, given, steps_left)
+            return program.run(*state, *given, *program.outside)
 
     def gradients(self, lead: Args, rest: Args, *, shared_data: bool) -> dict[str, Tree]:
         """Return what `apply` needs of a batch."""
@@ -551,6 +572,10 @@ class Programs(Generic[OwnSteps]):
                 raise
             self.steps.contiguous = True
         return self._traced(run, args, stacked)
+
+
+def _on_cpu(state: State) -> bool:
+    return state["member"]["seed"].device.type == "cpu"
 
 
 def _equal(tree: Tree, other: Tree) -> bool:

@@ -15,6 +15,7 @@ from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.stacked import Positions
 from modelfleet.frameworks.torch.fused import packing
 from modelfleet.frameworks.torch.fused import state as states
+from modelfleet.frameworks.torch.fused.capture import Capture
 from modelfleet.frameworks.torch.fused.programs import OwnSteps, Programs
 from modelfleet.frameworks.torch.fused.steps_protocol import How, LaneSteps, Tensors
 from modelfleet.frameworks.torch.model_locks import locked_in_mode
@@ -91,6 +92,7 @@ class Stepper(Generic[OwnSteps]):
         coefficients: The optimizer's numbers.
         division: Divides the rows of a batch over the ranks of a group. None if that is not possible.
         variants: The members by what their Python computes with. None if it is the same for all.
+        capture: Captures the steps. None if the device can't.
     """
 
     def __init__(
@@ -102,8 +104,10 @@ class Stepper(Generic[OwnSteps]):
         *,
         division: RowDivision | None = None,
         variants: NumberSource | None = None,
+        capture: Capture | None = None,
     ) -> None:
         self.shared = shared
+        self.capture = capture
         self.coefficients = coefficients
         self.checked = False  # True once the members were checked in this epoch
         self._first = first
@@ -112,14 +116,15 @@ class Stepper(Generic[OwnSteps]):
         self._variants = variants
         self._unfusable: dict[Hashable, CannotFuseError] = {}  # by kind and form of a batch
 
-    def train(self, state: State, hyper: Hyper, active: Tensor, batch: Batch, pace: Pace) -> list[Tensor]:
-        """Take the steps of a batch for the active members, in place. Return the losses `(slot,)` of each step."""
-        losses = []
+    def train(self, state: State, hyper: Hyper, active: Tensor, batch: Batch, pace: Pace) -> Iterator[Tensor]:
+        """Take the steps of a batch for the active members, in place. Yield the losses `(slot,)` of each step.
+
+        The next step may overwrite them.
+        """
         for number in range(batch.steps or 1):
             step = batch if batch.steps is None else batch.step(number)
             coefficients = self.coefficients.next(state, hyper, active)
-            losses.append(self._step(state, coefficients, active, step, pace))
-        return losses
+            yield self._step(state, coefficients, active, step, pace, capture=self.capture)
 
     def train_some(self, state: State, hyper: Hyper, batch: Batch, pace: Pace) -> Tensor:
         """Take one step of the members in the slots that a batch is for, and return their losses."""
@@ -159,6 +164,7 @@ class Stepper(Generic[OwnSteps]):
         batch: Batch,
         pace: Pace,
         positions: np.ndarray | None = None,
+        capture: Capture | None = None,
     ) -> Tensor:
         """Take one train step of a state, alone or together with the other ranks. Return the losses.
 
@@ -177,7 +183,9 @@ class Stepper(Generic[OwnSteps]):
             self.refuse_unfusable("train", batch)
             with self.refusing_state():
                 lead = self.with_numbers("train", state, batch, batch.weights, positions), self.shared
-                loss, unused = self._programs.train(lead, rest, shared_data=batch.shared, pace=pace)
+                loss, unused = self._programs.train(
+                    lead, rest, shared_data=batch.shared, pace=pace, capture=capture
+                )
             self.coefficients.stepped(unused if self._programs.fused else None)
             return loss
         except CannotFuseError as error:

@@ -132,9 +132,16 @@ class Steps:
 
         `coefficients` are the optimizers' numbers for this step, `(member,)` each, by the slice of members and the
         parameters they are for.
+        With the part `packed`, the buffers of a packed state, all parameters are updated at once.
         """
-        found = self.gradients(state, shared, data, weights, how)
-        return self.apply(state, shared, coefficients, active, found, how)
+        if "packed" not in state or self.unused:
+            found = self.gradients(state, shared, data, weights, how)
+            return self.apply(state, shared, coefficients, active, found, how)
+        # The forward pass reads views of what is written to: a compiler must see that they are one.
+        params = packing.split(state["packed"][""], state["params"])
+        found = self.gradients({**state, "params": params}, shared, data, weights, how)
+        self._update_packed(state, coefficients, active, found)
+        return found["loss"]
 
     def gradients(
         self, state: State, shared: Tensors, data: Tree, weights: Tensor | None, how: How
@@ -308,6 +315,26 @@ class Steps:
                 buffers=part["buffers"],
                 used=own.of(used),
             )
+
+    def _update_packed(
+        self, state: State, coefficients: CoefficientsBySlice, active: Tensor, found: dict[str, Tree]
+    ) -> None:
+        """Update the active members of a packed state, in which all parameters have the same numbers."""
+        ((own, by_parameter),) = coefficients.items()
+        (numbers,) = by_parameter.values()
+        rule, buffers = self.rules[own.rule], own.packed(state)["packed"]
+        optimizer = {f"{kind}/": buffer for kind, buffer in buffers.items() if kind}
+        update(
+            rule,
+            {**state, "params": {"": buffers[""]}, "optimizer": optimizer},
+            {("",): numbers},
+            active,
+            {"": packing.join(found["gradients"])},
+            found["loss"],
+            found["sums"],
+            buffers=found["buffers"],
+            norms=gradient_norms(found["gradients"]) if rule.clip else None,
+        )
 
     def evaluate(self, state: State, shared: Tensors, data: Tree, weights: Tensor | None, how: How) -> Tensors:
         """Return the sums `(member,)` of the loss and the metrics over a batch."""

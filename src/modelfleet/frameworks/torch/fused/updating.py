@@ -29,6 +29,7 @@ def update(
     *,
     buffers: Mapping[str, Tensor] | None = None,
     used: Mapping[str, Tensor] | None = None,
+    norms: Tensor | None = None,
 ) -> None:
     """Step the active members whose loss and gradients are finite, in place, and record the trouble of the others.
 
@@ -42,14 +43,18 @@ def update(
         sums: What this step adds to the sums of the epoch, `(member,)` each.
         buffers: The buffers after the forward pass. None if they do not change.
         used: By parameter, `(member,)`: True if it took part in the member's loss. None if all did.
+        norms: The norms of the gradients that are clipped together, `(member, gradient)`. None for those of
+            `gradients`.
     """
     member, scale = state["member"], state["member"].get("scale")
     live = active & (member["trouble"] == FINE)
-    finite = torch.isfinite(torch.stack([flat(g * 0).sum(1) for g in gradients.values()]).sum(0))
-    finite_loss = torch.isfinite(loss)
+    # Of what is not finite, 0 times it is NaN.
+    finite = _total([flat(g * 0).sum(1) for g in gradients.values()]) == 0
+    finite_loss = loss * 0 == 0
     keep = live & finite_loss & finite
     if rule.clip:
-        gradients = _clipped(gradients, next(iter(coefficients.values()))["clip_norm"])
+        norms = gradient_norms(gradients) if norms is None else norms
+        gradients = _clipped(gradients, norms, next(iter(coefficients.values()))["clip_norm"])
 
     numbers = {name: own for names, own in coefficients.items() for name in names}
     for name, gradient in gradients.items():
@@ -63,7 +68,7 @@ def update(
             keep_new(stepping, tensor, new_tensors[key])
         if STEP in rule.optimizer.tensor_names:
             count = state["optimizer"][f"{STEP}/{name}"]
-            count.add_(stepping.to(count.dtype))
+            count.add_(_like(stepping, count).to(count.dtype))
     for name, buffer in (buffers or {}).items():
         refuse_changed_form(name, state["buffers"][name], buffer)
         keep_new(keep, state["buffers"][name], buffer)
@@ -119,12 +124,21 @@ def gradient_norms(gradients: Mapping[str, Tensor]) -> Tensor:
 
 def keep_new(keep: Tensor, old: Tensor, new: Tensor) -> None:
     """Overwrite `old` by `new` for the members in `keep`. The bits of the others stay as they are."""
-    old.copy_(torch.where(keep.view(-1, *[1] * (old.dim() - 1)), new.to(old.dtype), old))
+    old.copy_(torch.where(_like(keep, old), new.to(old.dtype), old))
 
 
 def per_member(numbers: Tensor, tensor: Tensor) -> Tensor:
     """Return numbers `(member,)` shaped to compute with a tensor `(member, …)`, in the dtype it computes in."""
-    return numbers.view(-1, *[1] * (tensor.dim() - 1)).to(computing(tensor.dtype))
+    return _like(numbers, tensor).to(computing(tensor.dtype))
+
+
+def _like(numbers: Tensor, tensor: Tensor) -> Tensor:
+    """Return numbers `(member,)` with as many axes as a tensor `(member, …)`."""
+    return numbers.view(-1, *[1] * (tensor.dim() - 1))
+
+
+def _total(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -139,8 +153,8 @@ def refuse_changed_form(name: str, old: Tensor, new: Tensor) -> None:
         raise CannotFuseError(f"a step makes its buffer {name!r} {becomes}, and it was {was}")
 
 
-def _clipped(gradients: dict[str, Tensor], max_norm: Tensor) -> dict[str, Tensor]:
-    factor = _clip_factor(gradient_norms(gradients), max_norm)
+def _clipped(gradients: dict[str, Tensor], norms: Tensor, max_norm: Tensor) -> dict[str, Tensor]:
+    factor = _clip_factor(norms, max_norm)
     return {name: (g * per_member(factor, g)).to(g.dtype) for name, g in gradients.items()}
 
 

@@ -1,11 +1,12 @@
 """Compute what stays the same from step to step only once, in a traced graph that runs uncompiled.
 
-A step computes with numbers of each member, such as a dropout rate, and with seeds. These inputs are the same
-tensors at every step, and dozens of small operations depend on nothing else. So they run when such an input has
-changed, and their results are kept for the steps after that.
+A step computes with constants, with numbers of each member, such as a dropout rate, and with seeds. These inputs
+are the same tensors at every step, and dozens of small operations depend on nothing else. So they run when such an
+input has changed, and their results are kept for the steps after that.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -45,19 +46,24 @@ class SteadyGraph:
     """
 
     def __init__(self, module: fx.GraphModule, once: fx.GraphModule, steady: Sequence[int]) -> None:
-        self._run, self._once, self._steady = module.forward, once.forward, tuple(steady)
+        self._run, self._once, self.steady = module.forward, once.forward, tuple(steady)
         # The steady inputs, their versions, and the results of `once`.
-        self._known: tuple[list[Tensor], list[int], list[Tensor]] = [], [], []
+        self._known: tuple[list[Tensor], list[int], list[Tensor]] | None = None
 
     def forward(self, *inputs: Tensor) -> Any:
         """Run one step."""
-        given = [inputs[index] for index in self._steady]
-        before, versions, kept = self._known
-        now = [tensor._version for tensor in given]
-        if now != versions or not all(map(is_, given, before)):
-            kept = self._once(*given)
-            self._known = given, now, kept
-        return self._run(*inputs, *kept)
+        return self._run(*inputs, *self._kept(inputs))
+
+    def bound(self, inputs: Sequence[Tensor]) -> Callable[[], Any]:
+        """Return a function that runs one step on these tensors, with the steady ones as they are now."""
+        return partial(self._run, *inputs, *self._kept(inputs))
+
+    def _kept(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        given = [inputs[index] for index in self.steady]
+        known, now = self._known, [tensor._version for tensor in given]
+        if known is None or now != known[1] or not all(map(is_, given, known[0])):
+            known = self._known = given, now, self._once(*given)
+        return known[2]
 
 
 def split_steady(graph: fx.Graph, steady: Sequence[int]) -> tuple[fx.Graph, list[int]] | None:
@@ -82,7 +88,10 @@ def split_steady(graph: fx.Graph, steady: Sequence[int]) -> tuple[fx.Graph, list
         if known and _may_be_kept(node) and kept_out.isdisjoint(owners[node]):
             found[node] = None
     results = [node for node in found if any(user not in found for user in node.users)]
-    if not any(used in chosen for node in found for used in node.all_input_nodes):
+    # Constants are worth it on an accelerator, where each of them is a launch.
+    if not any(used in chosen for node in found for used in node.all_input_nodes) and not any(
+        map(_launches, results)
+    ):
         return None
     once = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -99,6 +108,11 @@ def split_steady(graph: fx.Graph, steady: Sequence[int]) -> tuple[fx.Graph, list
     for node in reversed(found):
         graph.erase_node(node)
     return once, [index for index in steady if inputs[index] in taken]
+
+
+def _launches(node: fx.Node) -> bool:
+    values = [value for value in leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+    return any(value.device.type != "cpu" for value in values)
 
 
 def _may_be_kept(node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ from modelfleet.frameworks.torch.tracing.reasons import add_line, explain
 from modelfleet.frameworks.torch.tracing.recording import Recording
 from modelfleet.frameworks.torch.tracing.scans import count_operations
 from modelfleet.frameworks.torch.tracing.simplify import simplify
-from modelfleet.frameworks.torch.tracing.steady import uncompiled
-from modelfleet.frameworks.torch.tracing.writes import UNDECLARED_WRITERS, schema_of
+from modelfleet.frameworks.torch.tracing.steady import SteadyGraph, uncompiled
+from modelfleet.frameworks.torch.tracing.writes import UNDECLARED_WRITERS, memory_owners, schema_of, written
 from modelfleet.trees import leaves, map_tree, rebuild
 from modelfleet.types import Tree
 
@@ -110,6 +110,25 @@ class Program:
     def counts_writes(self) -> bool:
         """Return True if the versions of tensors tell what a run has written to. Compiled code does not count."""
         return not self.compiled and not self._undeclared_writes
+
+    @cached_property
+    def written(self) -> tuple[int, ...]:
+        """Return the indices of the inputs that a run writes to; nothing for an untraced step."""
+        nodes = [] if self.graph is None else list(self.graph.graph.nodes)
+        owners = {owner for node in nodes for one in written(node) for owner in memory_owners(one)}
+        inputs = [node for node in nodes if node.op == "placeholder"]
+        return tuple(index for index, node in enumerate(inputs) if node in owners)
+
+    @property
+    def steady(self) -> tuple[int, ...]:
+        """Return the indices of the inputs that a run looks at only if they have changed."""
+        owner = getattr(self.run, "__self__", None)
+        return owner.steady if isinstance(owner, SteadyGraph) else ()
+
+    def bound(self, inputs: Sequence[Tensor]) -> Callable[[], Any]:
+        """Return a function that runs one step on these tensors, and takes the steady ones as they are now."""
+        owner = getattr(self.run, "__self__", None)
+        return owner.bound(inputs) if isinstance(owner, SteadyGraph) else partial(self.run, *inputs)
 
     def __call__(self, inputs: Sequence[Tensor]) -> Tree:
         """Run one step on the tensors of its arguments, in their order, and return its result."""
