@@ -14,8 +14,8 @@ from modelfleet.feeds.reading import SharedLoader
 from modelfleet.feeds.stored import StoredArrays
 from modelfleet.types import Data, NativeDevice
 
-__all__ = ["ArrayFeed", "ArrayOperations", "Batch", "Feed", "LoaderFeed", "SharedLoader", "StoredArrays", "is_loader"]
-__all__ += ["make_feed"]
+__all__ = ["ArrayFeed", "ArrayOperations", "Batch", "Feed", "LoaderFeed", "SharedLoader", "StoredArrays"]
+__all__ += ["is_loader", "make_feed"]
 
 DEFAULT_BATCH_SIZE = 32
 

@@ -71,12 +71,13 @@ class ArrayFeed:
         self._offsets: list[np.ndarray] = []  # `(member,)` each: where the members' rows begin in a stored leaf
         self._layout: list[int] = []  # for every leaf, the index of its offsets
         columns = list(zip(*(leaves(tree) for tree in trees), strict=True))
-        fits = stored.fit([list({id(leaf): leaf for leaf in column}.values()) for column in columns], arrays, device)
+        distinct = [list({id(leaf): leaf for leaf in column}.values()) for column in columns]
+        fits = stored.fit(distinct, arrays, device)
         self._where = device if fits else None  # where rows are gathered; None for the host
         self._sender = None if fits else arrays.sender(device)
         for column in columns:
             self._store(column, stored)
-        self._beside = stored.room(arrays, device) is not None  # True if the host is free while the device computes
+        self._beside = stored.room(arrays, device) is not None  # True if the host is free meanwhile
         self._ahead: OrderAhead | None = None
         same_rows = all((offsets == offsets[0]).all() for offsets in self._offsets)
         numbers = (self.rows, batch_sizes, *([] if steps_per_epoch is None else [steps_per_epoch]))

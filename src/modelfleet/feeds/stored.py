@@ -35,7 +35,7 @@ class StoredArrays:
         return self._tensors[key][1]
 
     def fit(self, columns: Sequence[Sequence[Tensor]], arrays: ArrayOperations, device: NativeDevice) -> bool:
-        """Return True if a device has room for these columns of tensors, which `joined` is going to store there."""
+        """Return True if a device has room for these columns of tensors, which `joined` will store there."""
         new = [column for column in columns if self._key(column, arrays, device) not in self._placed]
         size = sum(tensor.nbytes for column in new for tensor in column if not _is_on(column, device))
         room = self.room(arrays, device)
@@ -53,7 +53,7 @@ class StoredArrays:
             self._rooms[key] = arrays.room(device)
         return self._rooms[key]
 
-    def joined(self, column: Sequence[Tensor], arrays: ArrayOperations, device: NativeDevice | None) -> Tensor:
+    def joined(self, column: Sequence[Tensor], arrays: ArrayOperations, device: NativeDevice) -> Tensor:
         """Return tensors one after the other on a device, or on the host if that is None."""
         key = self._key(column, arrays, device)
         if key not in self._placed:

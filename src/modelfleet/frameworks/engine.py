@@ -124,7 +124,7 @@ class Engine(ABC):
         """
 
     def upcoming(self, columns: Sequence[Mapping[str, np.ndarray]]) -> list[Hyper]:
-        """Return the hyperparameters `(slot,)` of the next steps as tensors, for `train` to be given in this order.
+        """Return the hyperparameters `(slot,)` of the next steps as tensors, in their order.
 
         Steps whose columns are the same object have the same tensors, too.
         """

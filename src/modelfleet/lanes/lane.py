@@ -162,9 +162,7 @@ class Lane:
         if causes:
             raise StepError(causes)
 
-    def _train(
-        self, batch: Batch, live: np.ndarray, hyper: Hyper, steps_left: int
-    ) -> dict[int, Exception]:
+    def _train(self, batch: Batch, live: np.ndarray, hyper: Hyper, steps_left: int) -> dict[int, Exception]:
         """Train on rows of one shape, and return the exceptions that members raised, by slot."""
         causes: dict[int, Exception] = {}
         for piece in pieces(self.engine, batch, live):

@@ -21,9 +21,7 @@ class ColumnsAhead:
         expect: Called with the hyperparameters of the next steps whenever they have been worked out.
     """
 
-    def __init__(
-        self, schedules: Schedules, factors: Factors, expect: Callable[[list[Columns]], None]
-    ) -> None:
+    def __init__(self, schedules: Schedules, factors: Factors, expect: Callable[[list[Columns]], None]) -> None:
         self._schedules, self._factors, self._expect = schedules, factors, expect
         self._columns: list[Columns] = []
         self._begun = self._stepping = np.empty(0)  # at the first of them: the members' steps, and who goes on

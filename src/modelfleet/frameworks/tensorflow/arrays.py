@@ -14,8 +14,8 @@ from modelfleet.types import Tensor
 
 Array = tf.Tensor | np.ndarray
 
-__all__ = ["STRINGS", "concatenate", "from_host", "host", "index", "is_array", "on_host", "place", "room", "sender"]
-__all__ += ["size", "stack", "take"]
+__all__ = ["STRINGS", "concatenate", "from_host", "host", "index", "is_array", "on_host", "place", "room"]
+__all__ += ["sender", "size", "stack", "take"]
 STRINGS = True  # TensorFlow computes with strings; in NumPy they are arrays of objects
 
 

@@ -20,7 +20,6 @@ from modelfleet.frameworks.torch.task import Task
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import State, Tree
 
-
 MAX_CONSTANTS = 4096  # small arrays that an engine keeps on its device
 
 

@@ -26,7 +26,7 @@ Classes = list[tuple[str, ...]]
 
 
 class CoefficientsAhead:
-    """Computes the numbers of many steps at a time, while the same members step, with hyperparameters that are known.
+    """Computes the numbers of many steps at a time, while the same members step with known hyperparameters.
 
     They are computed outside of the program, because a compiler would compute these few numbers again for every
     element that they scale. The counts are not read at every step, because a GPU would have to wait for that.
