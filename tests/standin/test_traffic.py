@@ -158,6 +158,21 @@ def test_other_sizes_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert traffic_of_steps(fleet, data, monkeypatch, batch_size=mf.each([2, 4, 6])) == []
 
 
+# --- a lane of one -----------------------------------------------------------------------------------------------
+
+
+def test_a_member_that_can_not_be_fused_waits_for_its_loss_and_its_gradients_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step that is not finite is not taken, and only the host can leave out a step of `torch.optim`."""
+    fleet = fleet_on("standin:0", members=1, optimizer="adam", schedule="cosine", metrics=["accuracy"])
+    # Its steps come eight at a time where the numbers stay the same, and one at a time here.
+    found = traffic_of_steps(fleet, (X, Y), monkeypatch, strategy="interleaved", epoch=1)
+    assert [line.partition(":")[0] for line in found] == [
+        f"{LAST - 5} × item  at frameworks/torch/plain/{file}.py" for file in ("engine", "optimizer")
+    ]
+
+
 # --- loaders ---------------------------------------------------------------------------------------------------
 
 

@@ -36,11 +36,11 @@ class StoredArrays:
 
     def fit(self, columns: Sequence[Sequence[Tensor]], arrays: ArrayOperations, device: NativeDevice) -> bool:
         """Return True if a device has room for these columns of tensors, which `joined` will store there."""
+        room = self.room(arrays, device)
+        if room is None:
+            return True
         new = [column for column in columns if self._key(column, arrays, device) not in self._placed]
         size = sum(tensor.nbytes for column in new for tensor in column if not _is_on(column, device))
-        room = self.room(arrays, device)
-        if room is None or not size:
-            return True
         if size > room:
             return False
         self._rooms[id(arrays), device] = room - size
