@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from modelfleet.each import Each, each
 from modelfleet.errors import InputError
-from modelfleet.feeds import Feed, make_feed
+from modelfleet.feeds import Feed, StoredArrays, make_feed
 from modelfleet.feeds import arrays as array_feed
+from modelfleet.feeds.orders import OrderAhead, order_of
 from modelfleet.frameworks.torch import arrays
 
 
@@ -256,3 +257,58 @@ def test_a_batch_size_that_is_none(batch_size: Any) -> None:
         feed_of(rows_of(3), 2, batch_size=batch_size)
     with pytest.raises(InputError, match=r"^batch_size of member 'm1' is"):
         feed_of(rows_of(3), 2, batch_size=each([1, batch_size]))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("several", [1, 3])
+def test_data_that_the_device_has_no_room_for_give_the_same_batches(
+    shuffle: bool, several: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = [rows_of(20), each({f"m{n}": rows_of(20 + 3 * n, n) for n in range(3)})]
+    for data in kinds:
+        stored = feed_of(data, 3, batch_size=6, shuffle=shuffle)
+        with monkeypatch.context() as patched:
+            patched.setattr(arrays, "room", lambda device: 10)
+            sent = feed_of(data, 3, batch_size=6, shuffle=shuffle)
+        for feed in (sent, sent.select([2, 0])):
+            expected = stored if feed is sent else stored.select([2, 0])
+            pairs = zip(feed.epoch(1, several=several), expected.epoch(1, several=several), strict=True)
+            for mine, other in chain([(feed.first(), expected.first())], pairs):
+                assert (mine.shared, mine.steps) == (other.shared, other.steps)
+                assert (mine.counts == other.counts).all()
+                assert all(map(torch.equal, mine.data, other.data))
+
+
+def test_arrays_that_several_feeds_of_a_verb_have_are_stored_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    placed: list[Any] = []
+    place = arrays.place
+
+    def spied(leaf: Any, device: Any, **options: Any) -> torch.Tensor:
+        if device is not None and leaf.shape[:1] == (20,):
+            placed.append(leaf)
+        return place(leaf, device, **options)
+
+    monkeypatch.setattr(arrays, "place", spied)
+    data, stored = rows_of(20), StoredArrays()
+    for _ in range(3):
+        make_feed(
+            data,
+            names=["a"],
+            seeds=[0],
+            batch_size=4,
+            shuffle=True,
+            device="cpu",
+            arrays=arrays,
+            stored=stored,
+        )
+    assert len(placed) == 2
+
+
+def test_an_order_is_worked_out_ahead_for_its_own_epoch_only() -> None:
+    seeds, rows = np.arange(3), np.array([7, 9, 8])
+    epochs = np.array([4, 4, 5])
+    ahead = OrderAhead(seeds, epochs, rows)
+    found = ahead.take(epochs)
+    assert found is not None
+    assert (found == order_of(seeds, epochs, rows)).all()
+    assert ahead.take(epochs + 1) is None

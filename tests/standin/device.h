@@ -203,6 +203,10 @@ struct PinnedAllocator final : Allocator {
     pointers.insert(pointer);
     return {pointer, pointer, &release, Device(kCPU)};
   }
+  bool has(const void* pointer) {
+    std::lock_guard<std::mutex> lock(mutex);
+    return pointers.count(pointer);
+  }
   DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t bytes) const override { memcpy(to, from, bytes); }
 };
@@ -250,7 +254,10 @@ struct Guard final : impl::DeviceGuardImplInterface {
     tell("record", "", number(s), {number(*event)});
   }
   void block(void* event, const Stream& s) const override { tell("wait", "", number(s), {number(event)}); }
-  bool queryEvent(void*) const override { return true; }
+  bool queryEvent(void* event) const override {  // what was recorded is done by now, and the host knows it
+    tell("query", "", 0, {number(event)});
+    return true;
+  }
   bool queryStream(const Stream&) const override { return true; }
   void synchronizeStream(const Stream& s) const override { wait("stream", number(s)); }
   void synchronizeEvent(void* event) const override { wait("event", 0, {number(event)}); }
@@ -295,10 +302,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   const at::Generator& getDefaultGenerator(DeviceIndex d) const override { return generator(d < 0 ? current : d); }
   at::Generator getNewGenerator(DeviceIndex) const override { return at::make_generator<at::CPUGeneratorImpl>(1); }
   Device getDeviceFromPtr(void*) const override { return Device(KIND, current); }
-  bool isPinnedPtr(const void* pointer) const override {
-    std::lock_guard<std::mutex> lock(pinned().mutex);
-    return pinned().pointers.count(pointer);
-  }
+  bool isPinnedPtr(const void* pointer) const override { return pinned().has(pointer); }
   Allocator* getPinnedMemoryAllocator() const override { return &pinned(); }
   void resizePrivateUse1Bytes(const Storage& storage, size_t bytes) const override {
     On on(storage.device());

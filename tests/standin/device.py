@@ -29,10 +29,11 @@ class Told:
 
     Attributes:
         kind: "op"; a copy: "h2d", "d2h", or "p2p" between devices; what the host waits for: "item", "sync"; an
-            event: "record", "wait"; "pinned" for an allocation of pinned memory; "free" for memory given up.
+            event: "record", "wait", "query"; "pinned" for an allocation of pinned memory; "free" for memory that
+            is given up.
         text: The name of the operation, or the shape of a copy and whether the host waits for it.
         stream: The stream, by a number that no other device's stream has.
-        read: The places in memory that are read, or the number of an event.
+        read: The places in memory that are read, those of pinned memory too; or the number of an event.
         written: The places in memory that are written.
     """
 

@@ -56,11 +56,13 @@ Tensor empty_strided(IntArrayRef size, IntArrayRef strides, std::optional<Scalar
                                            dtype_or_default(dtype));
 }
 
-// From the host it waits unless `non_blocking`; between devices both streams wait for each other, as with CUDA.
+// From the host it waits unless `non_blocking` and pinned, to the host unless `non_blocking`. Between devices both
+// streams wait for each other, as with CUDA.
 Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
   const auto from_stream = here(self) ? stream_of(self.device()) : 0, to_stream = here(to) ? stream_of(to.device()) : 0;
+  const bool from_pinned = !here(self) && pinned().has(self.storage().data());
   std::ostringstream text;
-  text << self.sizes() << (non_blocking ? " async" : " waits");
+  text << self.sizes() << (non_blocking && (here(self) || from_pinned) ? " async" : " waits");
   const char* kind = !here(to) ? "d2h" : !here(self) ? "h2d" : self.device() == to.device() ? "op" : "p2p";
   if (strcmp(kind, "op")) refuse_within_capture("a copy between devices");
   auto copy = [from = host(self), into = host(to)] { into.copy_(from); };
@@ -70,7 +72,7 @@ Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
     tell(kind, text.str(), from_stream, {to_stream, place(self)}, {place(to)});
   else
     tell(kind, strcmp(kind, "op") ? text.str() : "aten::copy_", here(to) ? to_stream : from_stream,
-         here(self) ? Places{place(self)} : Places{}, here(to) ? Places{place(to)} : Places{});
+         here(self) || from_pinned ? Places{place(self)} : Places{}, here(to) ? Places{place(to)} : Places{});
   return to;
 }
 Tensor copy_from_and_resize(const Tensor& self, const Tensor& to) {

@@ -4,11 +4,14 @@ Nothing runs asynchronously on the stand-in. So races are found by what is known
 stream does its work in order; an event orders what was recorded before it and what waits for it; and the host,
 when it waits, knows that the work is done, and so does all that it launches afterwards. Two uses of the same
 memory of which one writes, without such an order, are a race on a GPU.
+
+What the host writes to pinned memory is not seen. But it writes between two copies from the same memory, so it
+must know by then that the first of them is done.
 """
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -52,6 +55,7 @@ class Races:
         self._events: dict[int, Counter[int]] = {}
         self._writes: dict[int, Use] = {}
         self._reads: dict[int, dict[int, Use]] = defaultdict(dict)  # by place and stream, since the last write
+        self._sources: dict[int, Use] = {}  # by place in pinned memory: the last copy from there
         self._lock = threading.RLock()  # a tensor may be freed within a call
 
     def __call__(self, told: Told) -> None:
@@ -61,6 +65,8 @@ class Races:
                 self._events[told.read[0]] = self._done_after(told.stream)
             elif told.kind == "wait":
                 self._before[told.stream] |= self._events.get(told.read[0], Counter())
+            elif told.kind == "query":
+                self._host |= self._events.get(told.read[0], Counter())
             elif told.kind == "sync":
                 self._wait(told)
             elif told.kind == "free":
@@ -95,6 +101,9 @@ class Races:
         self.streams.add(stream)
         self._before[stream] |= self._host
         use = Use(stream, self._given[stream], told.text or told.kind, where())
+        if told.kind == "h2d":
+            self._check_pinned(use, read)
+            read = ()
         for place in read:
             self._check("reads", use, self._writes.get(place))
             self._reads[place][stream] = use
@@ -107,6 +116,15 @@ class Races:
             self._before[told.read[0]] |= self._done_after(stream)
         if told.waits:
             self._host |= self._done_after(stream)
+
+    def _check_pinned(self, use: Use, places: Sequence[int]) -> None:
+        for place in places:
+            earlier = self._sources.get(place)
+            if earlier is not None and earlier.number > self._host[earlier.stream]:
+                self.found.append(
+                    Race("the host's writing to pinned memory", earlier.text, use.line, earlier.line)
+                )
+            self._sources[place] = use
 
     def _check(self, verb: str, use: Use, earlier: Use | None) -> None:
         if earlier is None or earlier.stream == use.stream:

@@ -8,12 +8,14 @@ from modelfleet.each import Each, per_member, refuse_list
 from modelfleet.errors import InputError
 from modelfleet.feeds._base import ArrayOperations, Batch, Feed
 from modelfleet.feeds.arrays import ArrayFeed
-from modelfleet.feeds.checking import as_arrays, is_number_list
+from modelfleet.feeds.checking import is_number_list
 from modelfleet.feeds.loaders import LoaderFeed
 from modelfleet.feeds.reading import SharedLoader
-from modelfleet.types import Data, NativeDevice, Tree
+from modelfleet.feeds.stored import StoredArrays
+from modelfleet.types import Data, NativeDevice
 
-__all__ = ["ArrayFeed", "ArrayOperations", "Batch", "Feed", "LoaderFeed", "SharedLoader", "is_loader", "make_feed"]
+__all__ = ["ArrayFeed", "ArrayOperations", "Batch", "Feed", "LoaderFeed", "SharedLoader", "StoredArrays"]
+__all__ += ["is_loader", "make_feed"]
 
 DEFAULT_BATCH_SIZE = 32
 
@@ -30,6 +32,7 @@ def make_feed(
     epochs_done: np.ndarray | None = None,
     what: str = "data",
     steps_per_epoch: np.ndarray | None = None,
+    stored: StoredArrays | None = None,
 ) -> Feed:
     """Return the feed for some members.
 
@@ -48,6 +51,7 @@ def make_feed(
         what: The name of the argument that the data were given for, for errors.
         steps_per_epoch: `(member,)`: end each epoch of arrays after this many steps. The next one starts with the
             next row.
+        stored: What this verb has stored already; None if it makes no other feed.
 
     Raises:
         InputError: If the data are neither arrays nor a loader, or the arguments do not fit them.
@@ -59,18 +63,16 @@ def make_feed(
     kinds = [loads[id(value)] for value in values]
 
     if not any(kinds):
-        checked: dict[int, tuple[Tree, int]] = {}
-        for value, label in zip(values, labels, strict=True):
-            if id(value) not in checked:
-                checked[id(value)] = as_arrays(value, arrays, label)
+        stored = stored or StoredArrays()
         return ArrayFeed(
-            [checked[id(value)] for value in values],
+            [stored.checked(value, arrays, label) for value, label in zip(values, labels, strict=True)],
             labels=labels,
             seeds=np.asarray(seeds, dtype=np.int64),
             batch_sizes=_batch_sizes(batch_size, names),
             shuffle=shuffle,
             device=device,
             arrays=arrays,
+            stored=stored,
             epochs_done=np.zeros(len(names), dtype=np.int64) if epochs_done is None else epochs_done.copy(),
             steps_per_epoch=steps_per_epoch,
         )

@@ -1,12 +1,12 @@
 """Protocol of every feed, and the array operations that a feed needs from a framework."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from modelfleet.frameworks.batch import Batch
-from modelfleet.types import Json, NativeDevice, Tensor
+from modelfleet.types import Json, NativeDevice, Tensor, Tree
 
 
 class Feed(Protocol):
@@ -74,6 +74,22 @@ class Feed(Protocol):
         ...
 
 
+class Sender(Protocol):
+    """Sends batches from the host to a device, which may be computing meanwhile."""
+
+    def send(self, tree: Tree, /, *, copy: bool) -> Callable[[], Tree]:
+        """Send a batch. Any thread may call it.
+
+        Args:
+            tree: A tree of tensors.
+            copy: Never share memory with these tensors.
+
+        Returns:
+            A function for the thread that computes with the batch. It returns the tensors on the device.
+        """
+        ...
+
+
 class ArrayOperations(Protocol):
     """Operations on a framework's arrays that feeds need. The modules `frameworks/*/arrays.py` have this form."""
 
@@ -97,8 +113,16 @@ class ArrayOperations(Protocol):
         """Return the rows of `tensor` at an index of one to three axes: `(*index axes, …)`."""
         ...
 
-    def received(self, tensor: Tensor, /) -> None:
-        """Tell the device that this thread uses a tensor which another thread has put there."""
+    def sender(self, device: NativeDevice, /) -> "Sender":
+        """Return what sends batches from the host to a device."""
+        ...
+
+    def room(self, device: NativeDevice, /) -> int | None:
+        """Return how many bytes of data may be stored on a device; None for any number."""
+        ...
+
+    def on_host(self, tensor: Tensor, /) -> Tensor:
+        """Return a tensor in the host's memory."""
         ...
 
     def concatenate(self, tensors: Sequence[Tensor], /) -> Tensor:

@@ -1,14 +1,18 @@
-"""Feeds of arrays: stored once on the device, and gathered there by index."""
+"""Feeds of arrays: stored once on the device, and gathered there by index; on the host if they are too large."""
 
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from copy import copy
 
 import numpy as np
 
 from modelfleet.errors import InputError
-from modelfleet.feeds._base import ArrayOperations, Batch
+from modelfleet.feeds._base import ArrayOperations, Batch, Sender
 from modelfleet.feeds.checking import describe_difference, form_of, row_spec
-from modelfleet.shuffles import permutations
+from modelfleet.feeds.orders import OrderAhead, order_of
+from modelfleet.feeds.reading import read_ahead
+from modelfleet.feeds.sending import send
+from modelfleet.feeds.stored import StoredArrays
 from modelfleet.trees import leaves, map_tree, rebuild
 from modelfleet.types import Json, NativeDevice, Tensor, Tree
 
@@ -22,6 +26,8 @@ class ArrayFeed:
     Trees may share arrays, and each array is stored once: shared and own data differ only in where a member's rows
     begin.
 
+    Arrays that the device has no room for stay on the host. Their rows are gathered there, and sent ahead.
+
     Args:
         data: For each member a checked tree of arrays and its number of rows.
         labels: For each member a name of its data for errors, such as "data of member 'm07'".
@@ -30,6 +36,7 @@ class ArrayFeed:
         shuffle: Shuffle each member's rows, in a new order every epoch.
         device: The device to store the arrays on.
         arrays: The array operations of the framework.
+        stored: What this verb has stored already.
         epochs_done: `(member,)`: how many epochs of shuffles each member has used before.
         steps_per_epoch: `(member,)`: end each epoch after this many steps, or after the last row. The next epoch
             continues there.
@@ -45,10 +52,11 @@ class ArrayFeed:
         shuffle: bool,
         device: NativeDevice,
         arrays: ArrayOperations,
+        stored: StoredArrays,
         epochs_done: np.ndarray,
         steps_per_epoch: np.ndarray | None = None,
     ) -> None:
-        trees = _as_tensors(data, labels, arrays)
+        trees = _as_tensors(data, labels, arrays, stored)
         self.failures: dict[int, Exception] = {}
         self.rows: np.ndarray = np.array([rows for _, rows in data], dtype=np.int64)
         self._seeds = seeds
@@ -62,8 +70,15 @@ class ArrayFeed:
         self._stored: list[Tensor] = []  # one tensor per leaf, which holds the rows of all members
         self._offsets: list[np.ndarray] = []  # `(member,)` each: where the members' rows begin in a stored leaf
         self._layout: list[int] = []  # for every leaf, the index of its offsets
-        for column in zip(*(leaves(tree) for tree in trees), strict=True):
-            self._store(column)
+        columns = list(zip(*(leaves(tree) for tree in trees), strict=True))
+        distinct = [list({id(leaf): leaf for leaf in column}.values()) for column in columns]
+        fits = stored.fit(distinct, arrays, device)
+        self._where = device if fits else None  # where rows are gathered; None for the host
+        self._sender = None if fits else arrays.sender(device)
+        for column in columns:
+            self._store(column, stored)
+        self._beside = stored.room(arrays, device) is not None  # True if the host is free meanwhile
+        self._ahead: OrderAhead | None = None
         same_rows = all((offsets == offsets[0]).all() for offsets in self._offsets)
         numbers = (self.rows, batch_sizes, *([] if steps_per_epoch is None else [steps_per_epoch]))
         same_sizes = all(bool((number == number[0]).all()) for number in numbers)
@@ -99,8 +114,8 @@ class ArrayFeed:
     def give_up(self) -> None:
         """Do nothing: nobody waits for arrays."""
 
-    def _store(self, column: Sequence[Tensor]) -> None:
-        """Put one leaf of all members on the device. A tensor that several members have is stored once."""
+    def _store(self, column: Sequence[Tensor], stored: StoredArrays) -> None:
+        """Store one leaf of all members. A tensor that several members have is stored once."""
         starts: dict[int, int] = {}
         distinct: list[Tensor] = []
         total = 0
@@ -109,8 +124,7 @@ class ArrayFeed:
                 starts[id(leaf)] = total
                 distinct.append(leaf)
                 total += self._arrays.size(leaf)
-        joined = distinct[0] if len(distinct) == 1 else self._arrays.concatenate(distinct)
-        self._stored.append(self._arrays.place(joined, self._device))
+        self._stored.append(stored.joined(distinct, self._arrays, self._where))
         offsets = np.array([starts[id(leaf)] for leaf in column], dtype=np.int64)
         for index, known in enumerate(self._offsets):
             if (known == offsets).all():
@@ -124,12 +138,23 @@ class ArrayFeed:
         several = max(1, min(several, _MAX_BYTES // self._step_bytes()))
         passes, done = self._progress_at(number)
         if self.shared:
-            return self._slices(start + int(done[0]), several)
-        return self._gathered(self._order(passes), start, several, done=done)
+            batches = self._slices(start + int(done[0]), several)
+        else:
+            batches = self._gathered(self._order(passes), start, several, done=done)
+            self._prepare_order(self._progress_at(number + 1)[0])
+        return batches if self._sender is None else self._sent(batches, self._sender)
 
     def first(self) -> Batch:
         """Return a batch shaped like those to come, without consuming anything."""
-        return next(self._slices(0, 1) if self.shared else self._gathered(None, 0, 1, chunk=1))
+        batch = next(self._slices(0, 1) if self.shared else self._gathered(None, 0, 1, chunk=1))
+        return batch if self._sender is None else send(self._sender, batch)()
+
+    @staticmethod
+    def _sent(batches: Generator[Batch, None, None], sender: Sender) -> Generator[Batch, None, None]:
+        """Yield batches of the host on the device. A thread gathers and sends them ahead."""
+        with closing(read_ahead(send(sender, batch) for batch in batches)) as sent:
+            for receive in sent:
+                yield receive()
 
     def _step_bytes(self) -> int:
         """Return the bytes of one step's rows."""
@@ -141,6 +166,7 @@ class ArrayFeed:
         members = np.asarray(keep, dtype=np.int64)
         chosen = copy(self)
         chosen.failures = {}
+        chosen._ahead = None
         chosen.rows = self.rows[members]
         chosen._seeds = self._seeds[members]
         chosen._epochs_done = self._epochs_done[members]
@@ -159,7 +185,7 @@ class ArrayFeed:
             steps = min(several, (rows - low) // size)
             high = low + steps * size if steps else rows
             parts = [
-                self._arrays.place(leaf[starts[index] + low : starts[index] + high], self._device, copy=True)
+                self._arrays.place(leaf[starts[index] + low : starts[index] + high], self._where, copy=True)
                 for leaf, index in zip(self._stored, self._layout, strict=True)
             ]
             if steps > 1:
@@ -200,7 +226,7 @@ class ArrayFeed:
                 np.remainder(local, rows, out=local, where=local >= rows)
             if order is not None:
                 local = order.take(local + starts)
-            blocks = [self._arrays.index(local + offsets[:, None], self._device) for offsets in self._offsets]
+            blocks = [self._arrays.index(local + offsets[:, None], self._where) for offsets in self._offsets]
             step, full = 0, int((counts == width).all(axis=1).sum())  # the full ones come first
             while step < len(steps):
                 most = min(several, full - step)
@@ -220,31 +246,20 @@ class ArrayFeed:
         if not self._shuffle:
             return None
         epochs = self._epochs_done + passes
-        if (self.rows == self.rows[0]).all():
-            return permutations(self._seeds, epochs, self.rows).reshape(-1)
-        order = np.empty(int(self.rows.sum()), dtype=np.int64)
-        starts = np.cumsum(self.rows) - self.rows
-        # Members of similar length together: one with very many rows must not widen the shuffles of all.
-        magnitudes = np.frexp(self.rows.astype(np.float64))[1]
-        for magnitude in np.unique(magnitudes):
-            members = np.flatnonzero(magnitudes == magnitude)
-            shuffled = permutations(self._seeds[members], epochs[members], self.rows[members])
-            position = np.arange(shuffled.shape[1])
-            real = position < self.rows[members, None]
-            order[(starts[members, None] + position)[real]] = shuffled[real]
-        return order
+        order = None if self._ahead is None else self._ahead.take(epochs)
+        return order_of(self._seeds, epochs, self.rows) if order is None else order
+
+    def _prepare_order(self, passes: np.ndarray) -> None:
+        """Have the order of the next pass worked out, if the device computes while the host has nothing to do."""
+        if self._shuffle and self._beside:
+            self._ahead = OrderAhead(self._seeds, self._epochs_done + passes, self.rows)
 
 
-def _as_tensors(data: Sequence[tuple[Tree, int]], labels: Sequence[str], arrays: ArrayOperations) -> list[Tree]:
+def _as_tensors(
+    data: Sequence[tuple[Tree, int]], labels: Sequence[str], arrays: ArrayOperations, stored: StoredArrays
+) -> list[Tree]:
     """Return the members' trees as tensors, wherever they are now. Raise `InputError` if their rows differ."""
-    known: dict[int, Tensor] = {}
-
-    def tensor(leaf: Tensor) -> Tensor:
-        if id(leaf) not in known:
-            known[id(leaf)] = arrays.place(leaf, None)
-        return known[id(leaf)]
-
-    trees = [map_tree(tensor, tree) for tree, _ in data]
+    trees = [map_tree(lambda leaf: stored.tensor(leaf, arrays), tree) for tree, _ in data]
     expected = row_spec(trees[0])
     checked = {id(data[0][0])}
     for (tree, _), tensors, label in zip(data, trees, labels, strict=True):

@@ -1,9 +1,10 @@
 """Feeds of loaders: anything that yields batches, read in the background while the device computes."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import closing
 from copy import copy
 from dataclasses import replace
+from typing import TypeAlias
 
 import numpy as np
 
@@ -12,9 +13,13 @@ from modelfleet.feeds._base import ArrayOperations, Batch
 from modelfleet.feeds.checking import RowSpec, as_arrays, row_spec
 from modelfleet.feeds.loader_state import with_prefix
 from modelfleet.feeds.reading import RawBatch, Readers, SharedLoader, Source, read_ahead
+from modelfleet.feeds.sending import send
 from modelfleet.feeds.several_steps import group_steps
 from modelfleet.trees import leaves, map_tree, rebuild
 from modelfleet.types import Data, Json, NativeDevice, Tensor, Tree
+
+Check: TypeAlias = Callable[[Tree], None]
+"""Raises for a batch that can't be trained on."""
 
 
 class LoaderFeed:
@@ -24,8 +29,7 @@ class LoaderFeed:
     of one `SharedLoader` that step side by side get the same batches. If the members' own batches have rows of
     different shapes, there is one batch per shape (`Batch.others`).
 
-    Attributes:
-        check: If set, called with every batch as it is read. It raises for a batch that can't be trained on.
+    Batches are checked on the host, where they are read, and then sent to the device.
     """
 
     rows: np.ndarray | None = None
@@ -40,16 +44,17 @@ class LoaderFeed:
     ) -> None:
         self.shared: bool = isinstance(loaders, SharedLoader)
         self.failures: dict[int, Exception] = {}
-        self.check: Callable[[Tree], None] | None = None
+        self._checks: dict[Hashable, Check] = {}  # of all lanes that read these loaders
         self._members = len(labels)
         self.device = device
         self._arrays = arrays
+        self._sender = arrays.sender(device)
         self._readers = loaders.reading if isinstance(loaders, SharedLoader) else Readers()
         self._shared_loader: SharedLoader | None = None
         if isinstance(loaders, SharedLoader):
             self._shared_loader = loaders
             self._sources = [loaders.source]
-            loaders.add_conversion(id(arrays), self._place_shared)
+            loaders.add_conversion(id(arrays), self._send_shared)
         else:
             self._sources = [Source(loader, label) for loader, label in zip(loaders, labels, strict=True)]
 
@@ -71,6 +76,10 @@ class LoaderFeed:
         """Return the parts of the first batch that was read, in words."""
         return next((source.form for source in self._sources if source.form), "")
 
+    def check_batches(self, key: Hashable, check: Check) -> None:
+        """Have every batch checked as it is read. Checks with equal keys are the same."""
+        self._checks.setdefault(key, check)
+
     def epoch(self, number: int, *, start: int = 0, several: int = 1) -> Generator[Batch, None, None]:
         """Yield the batches of one epoch, without the first `start`, with up to `several` steps in one."""
         if several > 1:
@@ -85,11 +94,9 @@ class LoaderFeed:
     def _single(self, number: int, start: int) -> Generator[Batch, None, None]:
         if self._shared_loader is not None:
             with closing(self._shared_loader.batches(id(self._arrays), number, start)) as batches:
-                for data, rows in batches:
+                for receive, rows in batches:
                     copies = self._shared_loader.readers > 1  # since a model may write to its inputs
-                    own = map_tree(lambda leaf, c=copies: self._arrays.place(leaf, self.device, copy=c), data)
-                    self._run_check(own, self._sources[0].label)
-                    yield Batch(own, True, np.full(self._members, rows))
+                    yield Batch(self._place(receive(), copy=copies), True, np.full(self._members, rows))
             return
         readers = {}
         for position, source in enumerate(self._sources):
@@ -101,19 +108,16 @@ class LoaderFeed:
                     self.failures[position] = error
         # Failures travel with the batch, so that they are known no earlier than the batch is.
         with closing(read_ahead(self._read_own(readers, start), self._readers)) as steps:
-            for batch, failures in steps:
+            for receive, failures in steps:
                 self.failures.update(failures)
-                if batch is not None:
-                    for one in batch.by_shape:
-                        map_tree(self._arrays.received, one.data)
-                    yield batch
+                if receive is not None:
+                    yield receive()
 
     def first(self) -> Batch:
         """Return a batch shaped like those to come. The next epoch yields it again."""
         if self.shared:
-            data, rows = self._place_shared(self._sources[0].peek())
-            self._run_check(data, self._sources[0].label)
-            return Batch(data, True, np.full(self._members, rows))
+            data, rows = self._prepare(self._sources[0].peek(), self._sources[0].label)
+            return Batch(self._place(data, copy=True), True, np.full(self._members, rows))
         found, failures = {}, {}
         for position, source in enumerate(self._sources):
             if position not in self.failures:
@@ -125,7 +129,7 @@ class LoaderFeed:
         self.failures.update(failures)
         if batch is None:
             raise InputError("no member's data could be read.") from next(iter(self.failures.values()), None)
-        return batch
+        return send(self._sender, batch)()
 
     def state(self) -> dict[str, np.ndarray]:
         """Return where the loaders are at the start of the next epoch."""
@@ -155,16 +159,22 @@ class LoaderFeed:
             chosen._sources = [self._sources[position] for position in keep]
         return chosen
 
-    def _place_shared(self, raw: RawBatch) -> tuple[Tree, int]:
-        """Return a shared batch on the device, and its number of rows."""
-        tree, rows = as_arrays(raw, self._arrays, self._sources[0].label)
+    def _send_shared(self, raw: RawBatch) -> tuple[Callable[[], Tree], int]:
+        """Send a shared batch to the device. Return a function that returns it there, and its number of rows."""
+        tree, rows = self._prepare(raw, self._sources[0].label)
         # A copy, since a loader may write its next batch to the same memory.
-        return map_tree(lambda leaf: self._arrays.place(leaf, self.device, copy=True), tree), rows
+        return self._sender.send(tree, copy=True), rows
+
+    def _place(self, data: Tree, *, copy: bool) -> Tree:
+        return map_tree(lambda leaf: self._arrays.place(leaf, self.device, copy=copy), data)
 
     def _read_own(
         self, readers: dict[int, Generator[RawBatch, None, None]], start: int
-    ) -> Iterator[tuple[Batch | None, dict[int, Exception]]]:
-        """Yield for every step the batch of all members, and the exceptions of the members that failed in it."""
+    ) -> Iterator[tuple[Callable[[], Batch] | None, dict[int, Exception]]]:
+        """Yield for every step a function that returns the batch of all members, as it is sent to the device.
+
+        With it come the exceptions of the members that failed in the step.
+        """
         step = 0
         try:
             while readers:
@@ -182,23 +192,23 @@ class LoaderFeed:
                 for position in failures:
                     readers.pop(position).close()
                 if batch is not None or failures:
-                    yield batch, failures
+                    yield None if batch is None else send(self._sender, batch), failures
                 step += 1
         finally:
             for reader in readers.values():
                 reader.close()
 
     def _prepare(self, raw: RawBatch, label: str) -> tuple[Tree, int]:
-        """Return a member's own batch as checked tensors, and its number of rows."""
+        """Return a batch as checked tensors, wherever they are now, and its number of rows."""
         tree, rows = as_arrays(raw, self._arrays, label)
         data = map_tree(lambda leaf: self._arrays.place(leaf, None), tree)
         self._run_check(data, label)
         return data, rows
 
     def _run_check(self, data: Tree, label: str) -> None:
-        if self.check is not None:
+        for check in list(self._checks.values()):
             try:
-                self.check(data)
+                check(data)
             except InputError as error:
                 raise InputError(f"{label}: {error}") from None
 
@@ -223,6 +233,6 @@ class LoaderFeed:
                 padding = self._arrays.index(np.arange(size) % rows, None)
             for column, leaf in zip(columns, leaves(tree), strict=True):
                 column.append(leaf if padding is None else self._arrays.take(leaf, padding))
-        stacked = [self._arrays.place(self._arrays.stack(column), self.device) for column in columns]
+        stacked = [self._arrays.stack(column) for column in columns]
         counts = np.array([found[position][1] if position in found else 0 for position in range(self._members)])
         return Batch(rebuild(found[stand_in][0], stacked), False, counts)

@@ -51,6 +51,8 @@ class Engine(ABC):
     """Weights that the state holds with their last two axes exchanged."""
     record: Record | None = None
     """Called after every call of `train` and `train_some` with the losses. None if nobody wants them."""
+    looks_ahead: bool = False
+    """True if it is worth while to give `upcoming` the hyperparameters of the next steps."""
     changed: bool = False
     """True if evaluating or predicting has changed the state since the last `scatter` of all members."""
 
@@ -125,6 +127,13 @@ class Engine(ABC):
             batch: Rows for all slots.
             pace: The number of steps that are left, and the seconds per step so far.
         """
+
+    def upcoming(self, columns: Sequence[Mapping[str, np.ndarray]]) -> list[Hyper]:
+        """Return the hyperparameters `(slot,)` of the next steps as tensors, in their order.
+
+        Steps whose columns are the same object have the same tensors, too.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def train_some(self, hyper: Hyper, batch: Batch, pace: Pace = NOTHING_LEFT) -> None:

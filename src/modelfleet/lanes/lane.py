@@ -10,7 +10,7 @@ import numpy as np
 from modelfleet.errors import FleetError, InputError, RankLostError, StrategyError
 from modelfleet.feeds import Batch, Feed
 from modelfleet.formatting import without_period
-from modelfleet.frameworks.engine import Engine
+from modelfleet.frameworks.engine import Engine, Hyper
 from modelfleet.frameworks.errors import StepError
 from modelfleet.frameworks.lane_context import Task
 from modelfleet.frameworks.predict_rows import predict_rows, refuse_unequal_rows
@@ -27,6 +27,7 @@ from modelfleet.types import Json, Kind, ScheduleLike, Signature, State, Tensor,
 
 Columns = Mapping[str, np.ndarray]
 """Hyperparameters by name, `(member,)` each."""
+MAX_MASKS = 4096  # kept on the device: of members that end their epochs one after the other, for example
 COUNTS = "counts"
 """Part of a lane's state that has the members' steps and epochs."""
 
@@ -68,8 +69,9 @@ class Lane:
         self._times = StepTimes()
         self.losses: StepLosses | None = None  # of single steps, if they are recorded
         self._live = self._on  # by slot: True if the member takes the current step
-        self._active: tuple[bytes, Tensor] | None = None  # the last mask, by its bytes
-        self._hyper: tuple[Columns, dict[str, Tensor]] | None = None  # the last columns, and their tensors
+        self._masks: dict[bytes, Tensor] = {}  # by their bytes
+        self._hyper: tuple[Columns, Hyper] | None = None  # the last columns, and their tensors
+        self._upcoming: dict[int, tuple[Columns, Hyper]] = {}  # those of the next steps, by the columns' identity
 
     @property
     def names(self) -> list[str]:
@@ -121,6 +123,19 @@ class Lane:
             self._failed |= gone & self._on
         self._on &= ~gone
 
+    def stepping(self, batch: Batch) -> np.ndarray:
+        """Return `(member,)`: True for each member that takes part in the steps of a batch."""
+        rows = np.stack([piece.counts for piece in batch.by_shape]).max(axis=0)
+        found = np.zeros(len(self.members), dtype=bool)
+        found[self.slots[self._on & (rows > 0)]] = True
+        return found
+
+    def expect(self, columns: Sequence[Columns]) -> None:
+        """Put the hyperparameters of the next steps on the device, before `train` is given them one by one."""
+        by_slot = {id(one): {name: own[self.slots] for name, own in one.items()} for one in columns}
+        tensors = self.engine.upcoming([by_slot[id(one)] for one in columns])
+        self._upcoming = {id(one): (one, own) for one, own in zip(columns, tensors, strict=True)}
+
     def train(self, batch: Batch, columns: Columns, steps_left: int) -> None:
         """Take the steps of a batch for every member that takes part and has rows in it.
 
@@ -147,9 +162,7 @@ class Lane:
         if causes:
             raise StepError(causes)
 
-    def _train(
-        self, batch: Batch, live: np.ndarray, hyper: dict[str, Tensor], steps_left: int
-    ) -> dict[int, Exception]:
+    def _train(self, batch: Batch, live: np.ndarray, hyper: Hyper, steps_left: int) -> dict[int, Exception]:
         """Train on rows of one shape, and return the exceptions that members raised, by slot."""
         causes: dict[int, Exception] = {}
         for piece in pieces(self.engine, batch, live):
@@ -168,7 +181,7 @@ class Lane:
         return causes
 
     def _train_singly(
-        self, batch: Batch, slots: np.ndarray, hyper: dict[str, Tensor], error: Exception
+        self, batch: Batch, slots: np.ndarray, hyper: Hyper, error: Exception
     ) -> dict[int, Exception]:
         """Repeat a step that raised, one member at a time, so that only the members that raise are set aside.
 
@@ -317,7 +330,7 @@ class Lane:
         self.engine.give_slots(self._positions_of(names))
         self._on = np.ones(len(names), dtype=bool)
         self._failed = np.zeros(len(names), dtype=bool)
-        self._active = self._hyper = None
+        self._masks, self._upcoming, self._hyper = {}, {}, None
 
     # --- state ---------------------------------------------------------------------------------------------------
 
@@ -427,12 +440,15 @@ class Lane:
 
     def _mask(self, live: np.ndarray) -> Tensor:
         key = live.tobytes()
-        if self._active is None or self._active[0] != key:
-            self._active = key, self.engine.tensor(live)
-        return self._active[1]
+        if key not in self._masks:
+            if len(self._masks) >= MAX_MASKS:
+                self._masks.clear()
+            self._masks[key] = self.engine.tensor(live)
+        return self._masks[key]
 
-    def _hyper_tensors(self, columns: Columns) -> dict[str, Tensor]:
+    def _hyper_tensors(self, columns: Columns) -> Hyper:
         if self._hyper is None or self._hyper[0] is not columns:
-            tensors = {name: self.engine.tensor(column[self.slots]) for name, column in columns.items()}
-            self._hyper = columns, tensors
+            self._hyper = self._upcoming.get(id(columns))
+        if self._hyper is None:
+            self._hyper = columns, {name: self.engine.tensor(own[self.slots]) for name, own in columns.items()}
         return self._hyper[1]

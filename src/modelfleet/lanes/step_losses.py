@@ -7,7 +7,7 @@ import numpy as np
 
 from modelfleet.types import Tensor
 
-CHUNK = 64  # tensors that are copied to the host at once
+CHUNK = 64  # tensors that are stacked at once
 
 
 class StepLosses:
@@ -51,17 +51,18 @@ class StepLosses:
 
 
 def _on_host(tensors: Sequence[Tensor | np.ndarray], arrays: Any) -> list[np.ndarray]:
-    """Return tensors as NumPy arrays, with one copy for many of the same shape."""
+    """Return tensors as NumPy arrays, with one copy for all of the same shape."""
     found: list[np.ndarray] = [np.empty(0)] * len(tensors)
     by_shape: dict[tuple[int, ...], list[int]] = {}
     for number, tensor in enumerate(tensors):
         by_shape.setdefault(tuple(tensor.shape), []).append(number)
     for numbers in by_shape.values():
-        for start in range(0, len(numbers), CHUNK):
-            chunk = numbers[start : start + CHUNK]
-            own = [tensors[number] for number in chunk]
-            on_host = isinstance(own[0], np.ndarray)
-            stacked = np.stack(own) if on_host else arrays.host(arrays.stack(own))
-            for number, losses in zip(chunk, stacked, strict=True):
-                found[number] = losses
+        own = [tensors[number] for number in numbers]
+        if isinstance(own[0], np.ndarray):
+            stacked = np.stack(own)
+        else:
+            chunks = [arrays.stack(own[start : start + CHUNK]) for start in range(0, len(own), CHUNK)]
+            stacked = arrays.host(chunks[0] if len(chunks) == 1 else arrays.concatenate(chunks))
+        for number, losses in zip(numbers, stacked, strict=True):
+            found[number] = losses
     return found

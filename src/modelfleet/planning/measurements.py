@@ -159,7 +159,7 @@ class Measurements:
         begun, seconds = time.perf_counter(), None
         # Some members can't be sent to a worker, for example.
         with suppress(FleetError), _surviving(opener):
-            took = trials.epoch_seconds(opener.builder, opener.groups, opened, opener.job, sharing_of, steps)
+            took = trials.epoch_seconds(opener, opened, sharing_of, steps)
             seconds = took * scale
             self.timings.put(self._mix_key(opener.groups, opened, sharing), seconds)
         budget.spend(time.perf_counter() - begun)

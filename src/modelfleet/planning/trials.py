@@ -54,16 +54,12 @@ def step_seconds(builder: LaneBuilder, groups: Groups, spec: LaneSpec, batch: Ba
 
 
 def epoch_seconds(
-    builder: LaneBuilder,
-    groups: Groups,
-    opened: Sequence[OpenLane],
-    job: Job,
-    sharing_of: Callable[[Job], Sharing],
-    steps: Sequence[int],
+    known: LaneOpener, opened: Sequence[OpenLane], sharing_of: Callable[[Job], Sharing], steps: Sequence[int]
 ) -> float:
     """Return the time of `steps` of every lane when the lanes share their device in a given way."""
-    trial = _trial_job(opened, job, steps)
-    opener = LaneOpener(builder, groups, trial, "train", scratch=True)
+    trial = _trial_job(opened, known.job, steps)
+    stored = known.feeding.stored
+    opener = LaneOpener(known.builder, known.groups, trial, "train", scratch=True, stored=stored)
     runs = make_runs(opener.open_all([one.spec for one in opened]), opener.feeding)
     for run in runs:
         run.choose_turn_length()

@@ -21,6 +21,8 @@ class Factors:
     def __init__(self, names: Sequence[str], compiled: Columns) -> None:
         self._names, self._compiled = names, compiled
         self._factors: dict[str, np.ndarray] = {}
+        self.changes = 0
+        """How often the factors have changed."""
         self._last: tuple[Columns, Columns] | None = None  # the columns that were given last, and the result
 
     def of(self, position: int) -> dict[str, float]:
@@ -54,6 +56,7 @@ class Factors:
             column = self._factors.setdefault(name, np.ones(len(self._names)))
             column[position] = value / compiled if compiled else 1.0
         self._last = None
+        self.changes += 1
 
     def applied(self, columns: Columns) -> Columns:
         """Return columns with the factors applied; the same object as for the last call if nothing changed."""
@@ -73,6 +76,7 @@ class Factors:
         known = {name: own for name, own in state.items() if name in self._compiled}
         self._factors = {name: np.array(own, dtype=np.float64) for name, own in known.items()}
         self._last = None
+        self.changes += 1
 
     def select(self, positions: np.ndarray) -> dict[str, list[float]]:
         """Return the state for some of the members."""

@@ -9,7 +9,16 @@ import numpy as np
 
 from modelfleet.each import Each
 from modelfleet.errors import InputError
-from modelfleet.feeds import ArrayOperations, Batch, Feed, LoaderFeed, SharedLoader, is_loader, make_feed
+from modelfleet.feeds import (
+    ArrayOperations,
+    Batch,
+    Feed,
+    LoaderFeed,
+    SharedLoader,
+    StoredArrays,
+    is_loader,
+    make_feed,
+)
 from modelfleet.feeds.checking import RowSpec, as_arrays, describe_difference, row_spec
 from modelfleet.feeds.loader_state import ContinuedLoader
 from modelfleet.frameworks.adapter_protocol import Adapter
@@ -41,12 +50,19 @@ class _Made:
 class Feeding:
     """Makes the feeds of one job.
 
-    Data are checked and uploaded once: if another lane's feed already has a lane's members, the lane gets a part
-    of that feed. A single loader for all members is read once, whatever lanes, frameworks and devices there are.
+    Data are checked once, and uploaded once to each device: if another lane's feed already has a lane's members,
+    the lane gets a part of that feed, and feeds of other members share what is stored. A single loader for all
+    members is read once, whatever lanes, frameworks and devices there are.
+
+    Args:
+        job: The arguments of the verb.
+        groups: The members of the fleet.
+        stored: What another `Feeding` of the verb has stored already.
     """
 
-    def __init__(self, job: Job, groups: Groups) -> None:
+    def __init__(self, job: Job, groups: Groups, stored: StoredArrays | None = None) -> None:
         self.job = job
+        self.stored = stored or StoredArrays()
         self._groups = groups
         self._made: dict[Field, list[_Made]] = {"data": [], "validation": []}
         self._from_loader: dict[tuple[Field, int], tuple[Feed, dict[str, int]]] = {}
@@ -169,6 +185,7 @@ class Feeding:
             epochs_done=np.array([self._groups.epochs.get(name, 0) for name in names], dtype=np.int64),
             what=field,
             steps_per_epoch=own_limits if continues else None,
+            stored=self.stored,
         )
 
     def _transform(self, framework: Adapter, field: Field) -> Transform:
@@ -206,8 +223,8 @@ class Feeding:
                         with _naming(name if own else None):
                             check_batch(value)
                     self._checked.add(done)
-            if isinstance(feed, LoaderFeed):
-                feed.check = check_batch
+            if isinstance(feed, LoaderFeed) and check_batch is not None:
+                feed.check_batches((shape, id(engine.task)), check_batch)
                 first = feed.first()  # again, now that it is checked
         engine.check(first, lane.names[0])
 

@@ -13,8 +13,9 @@ from modelfleet.frameworks.adapter_protocol import Schedules
 from modelfleet.frameworks.errors import REASONS, CannotFuseError, StepError
 from modelfleet.frameworks.global_generators import State as GeneratorState
 from modelfleet.garbage import forget_frames
-from modelfleet.lanes.lane import Lane
+from modelfleet.lanes.lane import Columns, Lane
 from modelfleet.lanes.work import Work
+from modelfleet.runs.columns_ahead import ColumnsAhead
 from modelfleet.runs.factors import Factors
 from modelfleet.runs.remote_state import RemoteState
 from modelfleet.trees import map_tree
@@ -102,6 +103,7 @@ class LaneRun:
         self.before = {"epochs": self.lane.epochs.copy(), "steps": self.lane.steps.copy(), "updates": updates}
         """At the start of the fit: epochs finished, steps taken, and steps that changed the weights."""
         self.factors = Factors(self.lane.names, self.lane.columns)
+        self._ahead = ColumnsAhead(self.schedules, self.factors, self.lane.expect)
         self.rows = self.feed.rows
         self.batches = self.feed.settings
         self.known_steps = self._limit(self.feed.steps)
@@ -181,7 +183,7 @@ class LaneRun:
         """
         begun = time.perf_counter()
         batch = self._cut_short(batch)
-        columns = self.factors.applied(self.schedules.at(self.steps_done))
+        columns = self._columns(batch)
         kind = batch.size, batch.steps
         engine = self.lane.engine
         backup = None if kind in self._tried or engine.undoes_steps else self._backup()
@@ -229,6 +231,7 @@ class LaneRun:
             if still[position]:
                 rows[position] = dict(zip(values, numbers, strict=True))
         self.schedules.end_epoch(rows)
+        self._ahead.forget()
         self.lane.epochs[still] += 1
         results = {self.lane.members[position].name: rows[position] for position in np.flatnonzero(still)}
         return EpochReport(self.epoch, results, failures, steps, self._epoch_seconds)
@@ -258,6 +261,7 @@ class LaneRun:
             return
         kept = self.lane.compact()
         if kept is not None:
+            self._ahead.forget()
             self._feed_slots(kept)
 
     def give_up_reading(self) -> None:
@@ -376,6 +380,14 @@ class LaneRun:
         """Feed only the members in these slots from now on."""
         self.feed = self.feed.select(slots)
         self.validation = self.validation and self.validation.select(slots)
+
+    def _columns(self, batch: Batch) -> Columns:
+        """Return the hyperparameters of the step of a batch."""
+        if not (self.schedules.by_step and self.lane.engine.looks_ahead):
+            return self.factors.applied(self.schedules.at(self.steps_done))
+        known = self.known_steps
+        left = None if known is None else int(known[self.lane.on()].max(initial=0)) - self.step_in_epoch
+        return self._ahead.at(self.steps_done, self.lane.stepping(batch), left)
 
     def _steps_left(self) -> int:
         """Return the steps until the end of the fit, as far as they are known."""

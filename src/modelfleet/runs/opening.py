@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from modelfleet.feeds import Feed
+from modelfleet.feeds import Feed, StoredArrays
 from modelfleet.lanes import Groups, Lane, LaneBuilder, LaneSpec
 from modelfleet.runs.feeding import Feeding
 from modelfleet.runs.job import Job
@@ -35,6 +35,7 @@ class LaneOpener:
         changed: Members whose models may have been changed since. An existing lane reads their weights again.
         ranks: The processes that share every batch of this lane, with `strategy="data_parallel"`.
         scratch: For a trial: lanes of one member step copies of the members' models.
+        stored: What the verb has stored already.
     """
 
     def __init__(
@@ -48,9 +49,10 @@ class LaneOpener:
         changed: Collection[str] = (),
         ranks: object | None = None,
         scratch: bool = False,
+        stored: StoredArrays | None = None,
     ) -> None:
         self.builder, self.groups, self.job, self.kind = builder, groups, job, kind
-        self.feeding = Feeding(job, groups)
+        self.feeding = Feeding(job, groups, stored)
         self._existing = {lane.spec.key: lane for lane in existing}
         self._changed = changed
         self._ranks, self._scratch = ranks, scratch

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from modelfleet.errors import InputError
-from modelfleet.frameworks.arrays import host, is_array, size
+from modelfleet.frameworks.arrays import Placing, host, is_array, on_host, room, size
 
 Array = jax.Array | np.ndarray
 
 __all__ = ["as_numpy", "concatenate", "from_host", "host", "index", "is_array", "place", "size", "stack", "take"]
-__all__ += ["pickle_reduction", "received", "restored"]
+__all__ += ["on_host", "pickle_reduction", "restored", "room", "sender"]
 
 
 def place(leaf: Any, device: jax.Device | None, *, copy: bool = False) -> Array:
@@ -47,8 +47,9 @@ def take(tensor: Array, index: Array) -> Array:
     return tensor.take(index, axis=0)
 
 
-def received(tensor: Array) -> None:
-    """Do nothing: JAX orders what threads do."""
+def sender(device: jax.Device) -> Placing:
+    """Return what sends batches to a device. JAX copies them beside its work, and orders what threads do."""
+    return Placing(place, device)
 
 
 def concatenate(tensors: Sequence[Array]) -> Array:

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from modelfleet.frameworks.arrays import host, is_array, size
+from modelfleet.frameworks.arrays import Placing, host, is_array, on_host, room, size
 from modelfleet.types import Tensor
 
 Array = tf.Tensor | np.ndarray
 
-__all__ = ["STRINGS", "concatenate", "from_host", "host", "index", "is_array", "place", "received", "size"]
-__all__ += ["stack", "take"]
+__all__ = ["STRINGS", "concatenate", "from_host", "host", "index", "is_array", "on_host", "place", "room"]
+__all__ += ["sender", "size", "stack", "take"]
 STRINGS = True  # TensorFlow computes with strings; in NumPy they are arrays of objects
 
 
@@ -50,8 +50,9 @@ def take(tensor: Array, index: Array) -> Array:
     return tf.gather(tensor, index) if tf.is_tensor(tensor) else tensor.take(index, axis=0)
 
 
-def received(tensor: Array) -> None:
-    """Do nothing: TensorFlow orders what threads do."""
+def sender(device: str) -> Placing:
+    """Return what sends batches to a device. TensorFlow orders what threads do."""
+    return Placing(place, device)
 
 
 def concatenate(tensors: Sequence[Array]) -> Array:

@@ -8,11 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from modelfleet.frameworks.arrays import is_array, size
+from modelfleet.frameworks.arrays import Placing, is_array, size
 from modelfleet.frameworks.torch import pickling
+from modelfleet.frameworks.torch.devices import memory, new_stream
+from modelfleet.frameworks.torch.uploading import Uploader
 
 __all__ = ["as_numpy", "concatenate", "from_host", "host", "index", "is_array", "padded_otherwise", "place"]
-__all__ += ["pickle_reduction", "received", "restored", "size", "stack", "take"]
+__all__ += ["on_host", "pickle_reduction", "restored", "room", "sender", "size", "stack", "take"]
+
+ROOM = 0.5  # of an accelerator's free memory: the most that a data set may take
 
 
 def place(leaf: Any, device: torch.device | str | None, *, copy: bool = False, exact: bool = False) -> Tensor:
@@ -43,13 +47,22 @@ def take(tensor: Tensor, index: Tensor) -> Tensor:
     return rows if index.ndim == 1 else rows.view(*index.shape, *tensor.shape[1:])
 
 
-def received(tensor: Tensor) -> None:
-    """Keep the memory of a tensor that another thread has put on the device until this thread's stream has passed.
+def sender(device: torch.device | str) -> Uploader | Placing:
+    """Return what sends batches to a device: beside its work, if its kind has streams."""
+    where = torch.device(device)
+    stream = None if where.type == "cpu" else new_stream(where)
+    return Placing(place, where) if stream is None else Uploader(where, stream)
 
-    Without it, torch would use the memory again as soon as the tensor is dropped: by another stream, at once.
-    """
-    if tensor.device.type not in ("cpu", "mps"):
-        tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Return a tensor in the host's memory."""
+    return tensor.cpu()
+
+
+def room(device: torch.device | str) -> int | None:
+    """Return how many bytes of data may be stored on a device; None if the host's memory is the only limit."""
+    found = memory(torch.device(device))
+    return None if found is None else int(found.free * ROOM)
 
 
 def concatenate(tensors: Sequence[Tensor]) -> Tensor:

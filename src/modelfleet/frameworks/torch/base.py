@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -19,28 +20,48 @@ from modelfleet.frameworks.torch.task import Task
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import State, Tree
 
+MAX_CONSTANTS = 4096  # small arrays that an engine keeps on its device
+
 
 class TorchEngine(Engine, ABC):
     """Torch engine, as far as it does not depend on how its steps are run."""
 
     _stream: torch.Stream | None = None  # made when the first thread steps the lane
 
+    @cached_property
+    def _constants(self) -> dict[tuple[str, bytes], Tensor]:
+        return {}
+
     def row_weights(self, counts: np.ndarray, size: int) -> Tensor:
         """Return `(slot, row)`: 1 for a real row, 0 for padding."""
-        return self.tensor((np.arange(size) < counts[:, None]).astype(np.float32))
+        if self.device.type == "cpu":
+            return self.tensor((np.arange(size) < counts[:, None]).astype(np.float32))
+        rows = torch.arange(size, device=self.device)
+        return (rows < self.constant(counts).unsqueeze(1)).float()
 
     def first_rows(self, batch: Batch, slots: np.ndarray, count: int) -> Batch:
         """Return a batch of the first `count` rows of the members in some slots."""
         counts = np.full(len(slots), count)
         if batch.shared:
             return Batch(map_tree(lambda leaf: leaf[:count], batch.data), True, counts, slots=slots)
-        rows = self.tensor(slots)
+        rows = self.constant(slots).to(self.device)
         own = map_tree(lambda leaf: leaf.index_select(0, rows)[:, :count].contiguous(), batch.data)
         return Batch(own, False, counts, slots=slots)
 
     def tensor(self, array: np.ndarray) -> Tensor:
         """Return a host array on the device."""
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+    def constant(self, array: np.ndarray) -> Tensor:
+        """Return a small host array on the device, where it is kept: most come again, in every epoch at least."""
+        if self.device.type == "cpu":
+            return self.tensor(array)
+        key = array.dtype.str, array.tobytes()
+        if key not in self._constants:
+            if len(self._constants) >= MAX_CONSTANTS:
+                self._constants.clear()
+            self._constants[key] = self.tensor(array)
+        return self._constants[key]
 
     def stream(self) -> AbstractContextManager[object]:
         """Return the context in which the lane's own thread steps it: the engine's stream on an accelerator."""

@@ -24,6 +24,7 @@ from modelfleet.unknown_names import unknown
 
 Factory = Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
 Columns = dict[str, np.ndarray]
+STEPS_KEPT = 128  # of a scheduler, whose numbers are known without stepping it again from its start
 
 # Options of each named schedule, with their defaults.
 _OPTIONS: Mapping[str, Mapping[str, float | None]] = {
@@ -301,7 +302,7 @@ class _Scheduler:
     def start(self) -> None:
         """Make a new scheduler, before its first step."""
         self.losses: list[float | None] = []  # what the scheduler got at the end of each epoch
-        self.steps = 0
+        self.at = self.steps = 0  # the step that is read, and the steps that the scheduler has taken
         settings: dict[str, Any] = dict(self.rule.flags)
         for name in self.rule.defaults:
             flats = [self.hyper[flat] for flat in flat_names(name)]
@@ -322,6 +323,8 @@ class _Scheduler:
                 f"of torch.optim.lr_scheduler."
             )
         self.optimizer.step()  # does nothing without a gradient; schedulers warn if it was never called
+        self._kept = {0: self._values()}  # by step
+        self._over: InputError | None = None  # raised at the step after the last one
 
     def loss(self, values: Mapping[str, float]) -> float | None:
         """Return the loss of an epoch if the scheduler takes one, as ReduceLROnPlateau does."""
@@ -335,26 +338,39 @@ class _Scheduler:
     def end_epoch(self, loss: float | None) -> None:
         """Step the scheduler at the end of an epoch, and remember the loss."""
         self._step(*([] if loss is None else [loss]))
+        self.at = self.steps
         self.losses.append(loss)
 
     def go_to(self, step: int) -> bool:
-        """Bring a scheduler that steps per batch to a step. Return True if it moved."""
-        moved = self.steps != step
-        if step < self.steps:
+        """Bring a scheduler that steps per batch to a step. Return True if it moved.
+
+        Steps are looked at ahead of time, so it must be quick to go back a little.
+        """
+        moved = self.at != step
+        if step < self.steps and step not in self._kept:
             self.start()
         while self.steps < step:
             self._step()
+        self.at = step
         return moved
 
     def _step(self, *loss: float) -> None:
+        if self._over is not None:
+            raise self._over
         try:
             self.scheduler.step(*loss)  # pyrefly: ignore[bad-argument-type]  # only ReduceLROnPlateau takes one
         except ValueError as error:
-            raise InputError(f"member {self.name!r}: its scheduler can't continue: {error}") from error
+            self._over = InputError(f"member {self.name!r}: its scheduler can't continue: {error}")
+            raise self._over from error
         self.steps += 1
+        self._kept[self.steps] = self._values()
+        self._kept.pop(self.steps - STEPS_KEPT, None)
 
     def read(self) -> list[tuple[str, float]]:
-        """Return the current hyperparameters, by column."""
+        """Return the hyperparameters at the current step, by column."""
+        return self._kept[self.at]
+
+    def _values(self) -> list[tuple[str, float]]:
         group = self.optimizer.param_groups[0]
         found: list[tuple[str, float]] = []
         for name in self.rule.defaults:

@@ -79,11 +79,12 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
             self._widths,
         )
         self._division = RowDivision(self._first, programs, variants, device)
+        self._coefficients = CoefficientsAhead(self._rules, skips=context.task.precision == "fp16")
         stepper = Stepper(
             self._first,
             programs,
             shared,
-            CoefficientsAhead(self._rules, skips=context.task.precision == "fp16"),
+            self._coefficients,
             division=self._division,
             variants=variants,
             capture=capture_on(device),
@@ -138,6 +139,20 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         self._variants.slots = self.slots
         if packing.buffers_of(self.state) is None:
             self.state = packing.pack(self.state)
+
+    looks_ahead = True
+
+    def upcoming(self, columns: Sequence[Mapping[str, np.ndarray]]) -> list[Hyper]:
+        """Return the hyperparameters of the next steps as tensors, which go to the device in one copy."""
+        distinct = {id(one): one for one in columns}
+        table = np.stack([np.stack(list(one.values())) for one in distinct.values()])
+        rows = [row.unbind(0) for row in self.tensor(table).unbind(0)]
+        known: dict[int, Hyper] = {
+            key: dict(zip(one, row, strict=True)) for (key, one), row in zip(distinct.items(), rows, strict=True)
+        }
+        found = [known[id(one)] for one in columns]
+        self._coefficients.expect(found)
+        return found
 
     # --- programs ------------------------------------------------------------------------------------------------
 
@@ -231,9 +246,9 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         if weights is None:
             weights = self.row_weights(np.where(counts > 0, size, 0), size)
         if batch.slots is None:
-            sums, has_rows = self._run("evaluate", self.state, batch, weights), self.tensor(counts > 0)
+            sums, has_rows = self._run("evaluate", self.state, batch, weights), self.constant(counts > 0)
             return {name: torch.where(has_rows, value, 0.0).double() for name, value in sums.items()}
-        rows = self.tensor(batch.slots)
+        rows = self.constant(batch.slots)
         own = self.slots[batch.slots]
         sums = self._run("evaluate", states.select(self.state, rows), batch, weights, positions=own)
         empty = torch.zeros(self.stacked.width, dtype=torch.float64, device=self.device)

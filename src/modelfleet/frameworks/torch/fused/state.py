@@ -13,7 +13,7 @@ Tensors that are the same object in every member (a shared frozen trunk) are not
 from the state, without a member axis.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -132,17 +132,33 @@ def tensors(state: Tree) -> list[Tensor]:
     return [state]
 
 
+def on_host(stacked: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors in the host's memory. Those that are parts of one buffer come in one copy."""
+    copies: dict[int, torch.UntypedStorage] = {}
+    found: dict[str, Tensor] = {}
+    for name, tensor in stacked.items():
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in copies:
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
+            copies[memory.data_ptr()] = whole.cpu().untyped_storage()
+        own = torch.empty(0, dtype=tensor.dtype)
+        found[name] = own.set_(copies[memory.data_ptr()], tensor.storage_offset(), tensor.shape, tensor.stride())
+    return found
+
+
 def write_back(models: Iterable[nn.Module], state: State, layout: frozenset[str]) -> None:
     """Copy every member's row into its own module."""
     models = list(models)
     stacked = {**state["params"], **state["frozen"], **state["buffers"]}
+    places = places_of(stacked)
+    targets = [tensor for model in models for tensor in tensors_at(model, places)]
+    if {tensor.device for tensor in targets} != {tensor.device for tensor in stacked.values()}:
+        stacked = on_host(stacked)  # a copy for each member and tensor would take far longer
     rows = {
         name: list((tensor.transpose(1, 2) if name in layout else tensor).unbind(0))
         for name, tensor in stacked.items()
     }
     sources = [values[row] for row in range(len(models)) for values in rows.values()]
-    places = places_of(rows)
-    targets = [tensor for model in models for tensor in tensors_at(model, places)]
     # An expanded tensor has fewer numbers than elements: torch can't write to it, and no step has changed it.
     written = [pair for pair in zip(targets, sources, strict=True) if not _expanded(pair[0])]
     with torch.no_grad():

@@ -4,7 +4,7 @@ torch counts per parameter: one that was frozen for a while, or takes no part in
 Parameters with the same counts share their numbers. Usually all parameters do.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ Classes = list[tuple[str, ...]]
 
 
 class CoefficientsAhead:
-    """Computes the numbers of many steps at a time, while the same members step with the same hyperparameters.
+    """Computes the numbers of many steps at a time, while the same members step with known hyperparameters.
 
     They are computed outside of the program, because a compiler would compute these few numbers again for every
     element that they scale. The counts are not read at every step, because a GPU would have to wait for that.
@@ -43,7 +43,8 @@ class CoefficientsAhead:
         self._slices = rules.slices(self._positions)
         self._unused: frozenset[str] | None = frozenset()  # parameters unused in the last step; None if not known
         self._classes: dict[Slice, Classes] | None = None
-        self._computed: tuple[tuple[Mapping[str, Tensor], Tensor], Iterator[CoefficientsBySlice]] | None = None
+        self._expected: Sequence[Mapping[str, Tensor]] = ()
+        self._computed: _Ahead | None = None
 
     def give_slots(self, positions: Sequence[int] | np.ndarray) -> None:
         """Compute the numbers of these members from now on, in this order."""
@@ -55,6 +56,10 @@ class CoefficientsAhead:
         """Read the counts again before the next step, because they may have been changed."""
         self._classes = self._computed = None
 
+    def expect(self, hypers: Sequence[Mapping[str, Tensor]]) -> None:
+        """Take note of the hyperparameters that `next` will be given for the next steps."""
+        self._expected = hypers
+
     def stepped(self, unused: frozenset[str] | None) -> None:
         """Record a step, and the parameters that took no part in it; None if they are not known."""
         if unused is None or unused != self._unused:
@@ -64,24 +69,31 @@ class CoefficientsAhead:
     def next(self, state: State, hyper: Mapping[str, Tensor], active: Tensor) -> CoefficientsBySlice:
         """Return the numbers of the next step of these members."""
         known = self._computed
-        if known is None or known[0][0] is not hyper or known[0][1] is not active:
-            steps = 1 if self._unused is None or self._skips else STEPS_AHEAD
-            if self._classes is None:
-                self._classes = self._find_classes(state, self._slices)
-            ahead = self._compute(state, hyper, steps, self._classes)
-            known = self._computed = (hyper, active), iter(ahead)
-        found = next(known[1], None)
-        if found is None:
-            self._computed = None
-            return self.next(state, hyper, active)
+        found = None if known is None or known.active is not active else known.take(hyper)
+        if found is not None:
+            return found
+        steps = 1 if self._unused is None or self._skips else STEPS_AHEAD
+        if self._classes is None:
+            self._classes = self._find_classes(state, self._slices)
+        hypers = self._following(hyper, steps)
+        self._computed = ahead = _Ahead(active, hypers, self._compute(state, hypers, self._classes))
+        found = ahead.take(hyper)
+        assert found is not None
         return found
+
+    def _following(self, hyper: Mapping[str, Tensor], steps: int) -> Sequence[Mapping[str, Tensor]]:
+        """Return the hyperparameters of this step and of the next ones, as far as they are known."""
+        for number, expected in enumerate(self._expected):
+            if expected is hyper:
+                return self._expected[number : number + steps]
+        return [hyper] * steps
 
     def one(
         self, state: State, hyper: Mapping[str, Tensor], slots: np.ndarray | None = None
     ) -> CoefficientsBySlice:
         """Return the numbers of one step of a state of the members in some slots; None for all."""
         slices = self._slices if slots is None else self._rules.slices(self._positions[slots])
-        return self._compute(state, hyper, 1, self._find_classes(state, slices))[0]
+        return self._compute(state, [hyper], self._find_classes(state, slices))[0]
 
     def _find_classes(self, state: State, slices: Sequence[Slice]) -> dict[Slice, Classes]:
         return {own: self._classes_of(own, state) for own in slices}
@@ -97,13 +109,18 @@ class CoefficientsAhead:
         return [tuple(found) for found in classes.values()]
 
     def _compute(
-        self, state: State, hyper: Mapping[str, Tensor], steps: int, classes: Mapping[Slice, Classes]
+        self, state: State, hypers: Sequence[Mapping[str, Tensor]], classes: Mapping[Slice, Classes]
     ) -> list[CoefficientsBySlice]:
-        found = [
-            (own, self._compute_slice(self._rules.all[own.rule], own.state(state), own.of(hyper), steps, together))
-            for own, together in classes.items()
-        ]
-        return [{own: by_step[step] for own, by_step in found} for step in range(steps)]
+        """Return the numbers of some steps, from the hyperparameters of each."""
+        found = []
+        for own, together in classes.items():
+            hyper: Mapping[str, Tensor] = own.of(hypers[0])
+            if any(one is not hypers[0] for one in hypers):  # (step, member) each
+                each = [own.of(one) for one in hypers]
+                hyper = {name: torch.stack([one[name] for one in each]) for name in hyper}
+            rule = self._rules.all[own.rule]
+            found.append((own, self._compute_slice(rule, own.state(state), hyper, len(hypers), together)))
+        return [{own: by_step[step] for own, by_step in found} for step in range(len(hypers))]
 
     def _compute_slice(
         self, rule: Rule, state: State, hyper: Mapping[str, Tensor], steps: int, classes: Classes
@@ -134,3 +151,21 @@ class CoefficientsAhead:
             }
             for step in range(steps)
         ]
+
+
+class _Ahead:
+    """Numbers that were computed for some steps, to be taken in their order."""
+
+    def __init__(
+        self, active: Tensor, hypers: Sequence[Mapping[str, Tensor]], numbers: Sequence[CoefficientsBySlice]
+    ) -> None:
+        self.active = active
+        self._hypers, self._numbers = hypers, numbers
+        self._taken = 0
+
+    def take(self, hyper: Mapping[str, Tensor]) -> CoefficientsBySlice | None:
+        """Return the numbers of the next step; None if there are none for these hyperparameters."""
+        if self._taken == len(self._hypers) or self._hypers[self._taken] is not hyper:
+            return None
+        self._taken += 1
+        return self._numbers[self._taken - 1]

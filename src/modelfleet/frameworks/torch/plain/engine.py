@@ -95,6 +95,10 @@ class PlainEngine(ModuleEngine):
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
+    def tensor(self, array: np.ndarray) -> Tensor:
+        """Return a host array as a tensor of the host: `torch.optim` takes a member's numbers from there."""
+        return torch.from_numpy(np.ascontiguousarray(array))
+
     def train(self, hyper: Hyper, active: Tensor, batch: Batch, pace: Pace = NOTHING_LEFT) -> None:
         """Take the steps of a batch, if the member is active."""
         self._member.use(hyper)
@@ -265,7 +269,10 @@ class PlainEngine(ModuleEngine):
 
     def values(self, totals: Mapping[str, Tensor | float]) -> dict[str, np.ndarray]:
         """Return the loss and the metrics `(slot,)` of what `evaluate` added up."""
-        return self.task.values({name: np.array([float(total)]) for name, total in totals.items()})
+        tensors = {name: total.reshape(1) for name, total in totals.items() if isinstance(total, Tensor)}
+        numbers = {name: np.array([total]) for name, total in totals.items() if name not in tensors}
+        found = self._to_host(tensors) | numbers
+        return self.task.values({name: found[name] for name in totals})
 
     def predict(self, batch: Batch, positions: Positions | None = None) -> Tree:
         """Return the outputs on the member's real rows, as NumPy arrays `(1, row, …)`."""
