@@ -208,6 +208,12 @@ def is_random(operation: object) -> bool:
     return torch.Tag.nondeterministic_seeded in tags and operation not in _NOT_RANDOM
 
 
+def is_without_dropout(operation: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+    """Return True for a call of an attention kernel that may draw random numbers, but has a rate of 0."""
+    names = [argument.name for argument in operation._schema.arguments]
+    return "dropout_p" in names and not {**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p")
+
+
 def has_own_generator(args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
     """Return True if an operation draws from a generator that the model has passed."""
     return any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
@@ -229,7 +235,7 @@ class DrawFromStreams(TorchDispatchMode):
         self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not is_random(func) or is_on_meta(args, kwargs):
+        if not is_random(func) or is_on_meta(args, kwargs) or is_without_dropout(func, args, kwargs):
             return func(*args, **kwargs)
         if has_own_generator(args, kwargs):
             if self._streams.may_use_torch:

@@ -1,0 +1,53 @@
+"""How many operations a step is on an accelerator, where to begin one takes longer than to compute it."""
+
+import pytest
+from tests.standin.device import Told, listening
+from tests.standin.models import X, Y, differing, fleet_on
+from torch import nn
+
+import modelfleet as mf
+from modelfleet.lanes.lane import Lane
+
+
+def deep(rate: float = 0.3, width: int = 6) -> nn.Module:
+    """A network of `width` layers with dropout."""
+    layers = [layer for _ in range(width) for layer in (nn.Linear(4, 4), nn.Dropout(rate))]
+    return nn.Sequential(*layers, nn.Linear(4, 3))
+
+
+def launches(fleet: mf.Fleet, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The operations of the third step of a fit."""
+    steps, found = 0, 0
+    train = Lane.train
+
+    def counted(self: Lane, *args: object) -> None:
+        nonlocal steps
+        steps += 1
+        train(self, *args)  # pyrefly: ignore
+
+    def tell(told: Told) -> None:
+        nonlocal found
+        found += told.kind == "op" and steps == 3
+
+    with monkeypatch.context() as patched, listening(tell):
+        patched.setattr(Lane, "train", counted)
+        fleet.fit((X, Y), batch_size=4, progress=False, strategy="fused")
+    return found
+
+
+@pytest.mark.parametrize("rate", [0.3, mf.each([0.1, 0.2, 0.3])], ids=["one rate", "own rates"])
+def test_a_further_dropout_is_few_operations(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    several = launches(fleet_on("standin:0", deep, rate=rate, width=3), monkeypatch)
+    more = launches(fleet_on("standin:0", deep, rate=rate, width=4), monkeypatch)
+    plain = [launches(fleet_on("standin:0", deep, rate=0.0, width=width), monkeypatch) for width in (3, 4)]
+    own = (more - several) - (plain[1] - plain[0])
+    print("OWN", own, several, more, plain)
+    assert own < 30
+
+
+@pytest.mark.parametrize("rate", [0.3, mf.each([0.1, 0.2, 0.3])], ids=["one rate", "own rates"])
+def test_several_dropouts_have_the_masks_of_the_cpu(rate: float) -> None:
+    fleets = [fleet_on(device, deep, rate=rate, width=4) for device in ("cpu", "standin:0")]
+    for fleet in fleets:
+        fleet.fit((X, Y), batch_size=4, epochs=2, progress=False, strategy="fused")
+    assert differing(*fleets) == []
