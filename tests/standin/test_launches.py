@@ -1,18 +1,18 @@
 """How many operations a step is on an accelerator, where to begin one takes longer than to compute it."""
 
 import pytest
+import torch
 from tests.standin.device import Told, listening
 from tests.standin.models import X, Y, differing, fleet_on
-from torch import nn
 
 import modelfleet as mf
 from modelfleet.lanes.lane import Lane
 
 
-def deep(rate: float = 0.3, width: int = 6) -> nn.Module:
+def deep(rate: float = 0.3, width: int = 6) -> torch.nn.Module:
     """A network of `width` layers with dropout."""
-    layers = [layer for _ in range(width) for layer in (nn.Linear(4, 4), nn.Dropout(rate))]
-    return nn.Sequential(*layers, nn.Linear(4, 3))
+    layers = [layer for _ in range(width) for layer in (torch.nn.Linear(4, 4), torch.nn.Dropout(rate))]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(4, 3))
 
 
 def launches(fleet: mf.Fleet, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -40,9 +40,8 @@ def test_a_further_dropout_is_few_operations(rate: float, monkeypatch: pytest.Mo
     several = launches(fleet_on("standin:0", deep, rate=rate, width=3), monkeypatch)
     more = launches(fleet_on("standin:0", deep, rate=rate, width=4), monkeypatch)
     plain = [launches(fleet_on("standin:0", deep, rate=0.0, width=width), monkeypatch) for width in (3, 4)]
-    own = (more - several) - (plain[1] - plain[0])
-    print("OWN", own, several, more, plain)
-    assert own < 30
+    assert (more - several) - (plain[1] - plain[0]) < 10  # a draw by itself is more than a hundred
+    assert several - plain[0] < 150
 
 
 @pytest.mark.parametrize("rate", [0.3, mf.each([0.1, 0.2, 0.3])], ids=["one rate", "own rates"])

@@ -19,11 +19,12 @@ from modelfleet.frameworks.torch.random.operations import DrawFromStreams
 from modelfleet.frameworks.torch.random.streams import Streams
 from modelfleet.frameworks.torch.tracing import attention as attention_module
 from modelfleet.frameworks.torch.tracing import attention_kernels
-from modelfleet.frameworks.torch.tracing.attention import attention
 from modelfleet.frameworks.torch.tracing.attention_kernels import Kernel
 from modelfleet.frameworks.torch.tracing.batching_rules import BatchingRules
 
 MEMBERS = 3
+by_torch: Any = F.scaled_dot_product_attention
+attention: Any = attention_module.attention
 aten = torch.ops.aten
 FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
 FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -98,7 +99,7 @@ def test_members_have_the_numbers_of_the_plain_form_alone(name: str) -> None:
     tensors, (mask, axis), options = CASES[name]
 
     def total(tensors: tuple[Tensor, ...], mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        found = F.scaled_dot_product_attention(*tensors, mask, **options)
+        found = by_torch(*tensors, mask, **options)
         return (found * found.cos()).sum(), found.detach()
 
     def all_members(tensors: tuple[Tensor, ...], mask: Tensor | None) -> Any:
@@ -123,12 +124,12 @@ def test_second_derivatives_are_those_of_the_plain_form() -> None:
 
     def penalty(run: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Tensor:
         slopes: Any = grad(lambda own: run(*own, mask).sin().sum())(tensors)
-        return sum((slope**2).sum() for slope in slopes)
+        return torch.stack([(slope**2).sum() for slope in slopes]).sum()
 
     found: Any = vmap(grad(lambda own: penalty(attention, own)))(tensors)
     with sdpa_kernel(SDPBackend.MATH):
         expected: Any = [
-            grad(lambda own: penalty(F.scaled_dot_product_attention, own))(tuple(one[member] for one in tensors))
+            grad(lambda own: penalty(by_torch, own))(tuple(one[member] for one in tensors))
             for member in range(MEMBERS)
         ]
     for member in range(MEMBERS):
@@ -145,7 +146,7 @@ def test_a_mask_that_is_learnt_gets_its_gradient() -> None:
     found: Any = vmap(grad(total))(bias, tensors)
     for member in range(MEMBERS):
         own = bias[member].clone().requires_grad_()
-        F.scaled_dot_product_attention(*(one[member] for one in tensors), own).sin().sum().backward()
+        by_torch(*(one[member] for one in tensors), own).sin().sum().backward()
         torch.testing.assert_close(found[member], own.grad, rtol=0, atol=1e-12)
 
 
@@ -155,14 +156,14 @@ def test_other_dtypes_keep_theirs(dtype: torch.dtype) -> None:
     found: Any = vmap(attention)(*tensors)
     assert found.dtype == dtype
     for member in range(MEMBERS):
-        alone = F.scaled_dot_product_attention(*(one[member] for one in tensors))
+        alone = by_torch(*(one[member] for one in tensors))
         torch.testing.assert_close(found[member], alone, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
 
 
 def test_values_of_another_size_take_the_plain_form() -> None:
     query, key, value = heads(2, 3)
     found: Any = vmap(attention)(query, key, value[..., :2])
-    alone = F.scaled_dot_product_attention(query[0], key[0], value[0, ..., :2])
+    alone = by_torch(query[0], key[0], value[0, ..., :2])
     torch.testing.assert_close(found[0], alone, rtol=0, atol=1e-12)
 
 
@@ -182,7 +183,7 @@ class Direct(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.project(x).unflatten(-1, (3, 4, 2)).permute(2, 0, 3, 1, 4)
         rate = self.dropout if self.training else 0.0
-        found = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=rate, scale=self.scale)
+        found = by_torch(q, k, v, is_causal=True, dropout_p=rate, scale=self.scale)
         return found.transpose(1, 2).flatten(2)
 
 
@@ -258,9 +259,9 @@ def test_attention_at_a_rate_per_member_is_evaluated_by_a_fused_kernel() -> None
 def test_autocast_gives_attention_the_dtype_that_it_has_alone() -> None:
     tensors = tuple(one.float() for one in heads(2, 3))
     with torch.autocast("cpu", torch.bfloat16):
-        alone = F.scaled_dot_product_attention(*(one[0] for one in tensors))
+        alone = by_torch(*(one[0] for one in tensors))
         with BatchingRules():
-            found: Any = vmap(F.scaled_dot_product_attention)(*tensors)
+            found: Any = vmap(by_torch)(*tensors)
     assert found.dtype == alone.dtype == torch.bfloat16
     torch.testing.assert_close(found[0], alone, rtol=1e-2, atol=1e-3)
 

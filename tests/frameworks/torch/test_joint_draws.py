@@ -54,9 +54,9 @@ def test_several_draws_are_one_and_the_same(stacked: bool, monkeypatch: pytest.M
 
 
 def test_a_large_draw_stays_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joint_draws, "MAX_PAIRS", 60)
+    monkeypatch.setattr(joint_draws, "MAX_PAIRS", 30)
     graph, draws = joined(several, SEED, STEP)
-    assert draws > 2
+    assert draws > 1
     for one, other in zip(graph(SEED, STEP), several(SEED, STEP), strict=True):
         assert torch.equal(one, other)
 

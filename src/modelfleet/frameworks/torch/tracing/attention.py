@@ -172,8 +172,11 @@ class _Gradient(torch.autograd.Function):
         mask, *inputs = ctx.saved_tensors
         causal, scale = ctx.given
 
+        def plain(*tensors: Tensor) -> Tensor:
+            return aten._scaled_dot_product_attention_math(*tensors, mask, 0.0, causal, scale=scale)[0]
+
         def gradient(grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-            pull: Any = torch.func.vjp(lambda *own: _plain(*own, mask, causal, scale), *tensors)[1]
+            pull: Any = torch.func.vjp(plain, *tensors)[1]
             return pull(grad)
 
         pull: Any = torch.func.vjp(gradient, *inputs)[1]
@@ -189,10 +192,6 @@ class _Gradient(torch.autograd.Function):
         seeds = [seed for seed, _ in pairs[6:]]
         found = _Gradient.apply(*args[:3], mask, *tensors, *seeds)
         return tuple(one.unflatten(0, (width, -1)) for one in found), (0, 0, 0)
-
-
-def _plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    return aten._scaled_dot_product_attention_math(query, key, value, mask, 0.0, causal, scale=scale)[0]
 
 
 def _in_rows(*tensors: Tensor) -> tuple[Tensor, ...]:

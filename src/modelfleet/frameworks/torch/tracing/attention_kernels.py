@@ -5,6 +5,7 @@ They compute attention block by block, forward and backward, so no tensor has a 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,13 +127,11 @@ _KERNELS = {
 
 def kernel_for(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Kernel | None:
     """Return the kernel that torch chooses for one member alone; None if it has none for these tensors."""
-    return _KERNELS.get((query.device.type, _choice(query, key, value, mask, causal)))
-
-
-def _choice(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> SDPBackend | None:
     forms = [None if one is None else (one.shape, one.dtype, one.device) for one in (query, key, value, mask)]
+    choose: Any = torch._fused_sdp_choice
     # The choice depends on the form only, and no transform and no mode has a rule for it.
     with temporarily_clear_interpreter_stack(), _disable_current_modes():
-        examples = [form and torch.empty(form[0], dtype=form[1], device=form[2]) for form in forms]
-        found = torch._fused_sdp_choice(*(one.requires_grad_() for one in examples[:3]), examples[3], 0.0, causal)
-    return next((one for one in SDPBackend.__members__.values() if one.value == found), None)
+        *tensors, mask = [form and torch.empty(form[0], dtype=form[1], device=form[2]) for form in forms]
+        choice = choose(*(one.requires_grad_() for one in tensors if one is not None), mask, 0.0, causal)
+    chosen = next((one for one in SDPBackend.__members__.values() if one.value == choice), SDPBackend.ERROR)
+    return _KERNELS.get((query.device.type, chosen))

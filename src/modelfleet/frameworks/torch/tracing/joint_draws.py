@@ -29,8 +29,9 @@ def join_draws(graph: fx.Graph) -> None:
         changed |= {owner for owner in owners if owner.op == "call_function"}
         if _may_be_joined(node):
             group = node.args[0], node.args[3], writes
-            pairs[group] = pairs.get(group, 0) + node.meta["val"].numel() // 2
-            if pairs[group] <= MAX_PAIRS:
+            together = pairs.get(group, 0) + node.meta["val"].numel() // 2
+            if together <= MAX_PAIRS:
+                pairs[group] = together
                 groups.setdefault(group, []).append(node)
     for nodes in groups.values():
         places = {node: place for place, node in enumerate(graph.nodes)}
