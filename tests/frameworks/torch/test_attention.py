@@ -160,10 +160,11 @@ def test_other_dtypes_keep_theirs(dtype: torch.dtype) -> None:
         torch.testing.assert_close(found[member], alone, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
 
 
-def test_values_of_another_size_take_the_plain_form() -> None:
+@pytest.mark.parametrize("mask", [None, allowed(5, 7), normal(5, 7)], ids=["none", "allowed", "added"])
+def test_values_of_another_size_take_the_plain_form(mask: Tensor | None) -> None:
     query, key, value = heads(2, 3)
-    found: Any = vmap(attention)(query, key, value[..., :2])
-    alone = by_torch(query[0], key[0], value[0, ..., :2])
+    found: Any = vmap(lambda *own: attention(*own, mask))(query, key, value[..., :2])
+    alone = by_torch(query[0], key[0], value[0, ..., :2], mask)
     torch.testing.assert_close(found[0], alone, rtol=0, atol=1e-12)
 
 

@@ -168,8 +168,8 @@ def _assert_as_alone(make: Callable[[], nn.Module]) -> int:
 
 @pytest.mark.parametrize("kind", EVEN)
 def test_after_a_few_sizes_nothing_is_traced(kind: str) -> None:
-    # Train and evaluate programs of three sizes, and the update. Numbers of attention's dropout grow with the square, so
-    # there it is one train program more.
+    # Train and evaluate programs of three sizes, and the update. The numbers of attention's dropout grow with the
+    # square, which takes one more train program.
     assert _assert_as_alone(EVEN[kind]) == (8 if kind == "transformer" else 7)
 
 

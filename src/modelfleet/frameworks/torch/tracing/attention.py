@@ -37,6 +37,8 @@ def attention(
         dtype = torch.get_autocast_dtype(kind)
         query, key, value = (_cast(tensor, dtype) for tensor in (query, key, value))
         attn_mask = None if attn_mask is None else _cast(attn_mask, dtype)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -math.inf)
     with torch.autocast(kind, enabled=False):
         if not dropout_p:
             found = _fused(query, key, value, attn_mask, is_causal, scale, enable_gqa)
@@ -103,8 +105,6 @@ def _has_gradient(tensor: Tensor) -> bool:
 
 def _with_four_axes(mask: Tensor, lead: Sequence[int], query: Tensor, key: Tensor) -> Tensor:
     """Return what is added to the scores, as `(batch, head, query, key)`. Any axis may have the size 1."""
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -math.inf)
     scores = *[1] * (2 - len(lead)), *lead, query.shape[-2], key.shape[-2]
     if torch.broadcast_shapes(mask.shape, scores) != scores:
         raise RuntimeError("the mask has more axes than the scores")
