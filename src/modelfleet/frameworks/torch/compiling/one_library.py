@@ -43,8 +43,11 @@ class _Kernel:
 
 
 @contextmanager
-def one_library() -> Iterator[None]:
-    """Context in which a program that this thread compiles, or loads from torch's cache, is one library."""
+def one_library(*, wraps: bool = False) -> Iterator[None]:
+    """Context in which a program that this thread compiles, or loads from torch's cache, is one library.
+
+    With `wraps`, its integers may wrap.
+    """
     try:
         from torch._inductor import codecache, cpp_builder
         from torch._inductor.async_compile import AsyncCompile
@@ -79,7 +82,7 @@ def one_library() -> Iterator[None]:
         (AsyncCompile, "cpp_pybinding", collect),
         (AsyncCompile, "wait", compile_all),
         (bindings, "_get_uncompiled_header", header),
-        *([] if sys.platform == "win32" else [(cpp_builder, "_get_optimization_cflags", flags)]),
+        *([(cpp_builder, "_get_optimization_cflags", flags)] if wraps and sys.platform != "win32" else []),
     ]
     with ExitStack() as changed:
         for owner, name, value in changes:
