@@ -99,6 +99,17 @@ def test_evaluate_and_predict_are_traced_once() -> None:
     assert (traces, programs(fleet).traces) == (2, after)
 
 
+def test_logical_devices_share_their_programs() -> None:
+    fleet = mf.Fleet.build(lambda: torch.nn.Linear(4, 3), 4, seed=0, devices="cpu:0,cpu:1")
+    fleet.compile("sgd", "cross_entropy", **RECIPE)
+    helpers.fit(fleet, (X, Y), batch_size=10, strategy="threads")
+    assert fleet._lanes is not None
+    lanes = list(fleet._lanes)
+    assert [lane.spec.device for lane in lanes] == ["cpu:0", "cpu:1"]
+    assert lanes[0].engine.programs is lanes[1].engine.programs
+    assert programs(fleet).traces == 2  # the gradients and the update of one lane
+
+
 # --- beside the training
 
 

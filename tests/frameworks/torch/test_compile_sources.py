@@ -1,6 +1,7 @@
 """What a compile process is given: constants with their devices, and the settings of the training process."""
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,17 @@ import pytest
 import torch
 from torch import Tensor, fx
 from torch._dynamo.utils import counters
-from torch._inductor import config
+from torch._inductor import config, cpp_builder
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
 
 from modelfleet.frameworks.torch.compiling import compiler, settings
 from modelfleet.frameworks.torch.compiling.compile_queue import Outcome
 from modelfleet.frameworks.torch.compiling.compiler import Compiler, compile_first
 from modelfleet.frameworks.torch.compiling.graph_source import ANY_WIDTH, ONE_WIDTH, GraphSource
+from modelfleet.frameworks.torch.compiling.one_library import one_library
+from modelfleet.frameworks.torch.random.operations import DrawFromStreams
+from modelfleet.frameworks.torch.random.streams import Streams
 from modelfleet.frameworks.torch.tracing.trace import TensorSpec, trace
 
 
@@ -139,6 +144,37 @@ def test_what_was_compiled_before_is_found_under_the_same_settings_only(restored
     assert one._marker != first
     torch.set_float32_matmul_precision("highest")
     assert one._marker == first
+
+
+def test_a_compile_process_is_told_the_index_of_a_device(tmp_path: Path) -> None:
+    # torch's code has the index built in.
+    spec = TensorSpec((3,), (1,), torch.float32, torch.device("cuda:1"), False)
+    text = product().text
+    GraphSource(ONE_WIDTH, text, {}, (spec,)).write(tmp_path / "one-width")
+    assert GraphSource.read(tmp_path / "one-width").inputs == (spec,)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the flag is that of GCC and Clang")
+def test_words_may_wrap_in_what_a_cpp_compiler_is_given() -> None:
+    def flags() -> list[str]:
+        return cpp_builder._get_optimization_cflags("g++")[0]
+
+    with one_library(wraps=True):
+        assert "fwrapv" in flags()
+    with one_library():
+        assert "fwrapv" not in flags()
+    assert "fwrapv" not in flags()
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_a_program_that_draws_is_known_by_its_text(rate: float) -> None:
+    def step(x: Tensor, seed: Tensor) -> list[Tensor]:
+        with DrawFromStreams(Streams(seed, seed)):
+            return [F.dropout(x, rate) if rate else x + 1]
+
+    inputs = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
+    specs = [TensorSpec.of(tensor, False) for tensor in inputs]
+    assert GraphSource.of(traced(step, *inputs), specs, ONE_WIDTH).draws == bool(rate)
 
 
 def test_a_width_that_is_built_in_leads_to_a_program_for_that_width(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,13 +114,13 @@ def test_threads_leave_in_any_order() -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def wait() -> None:
-        with EagerDraws(0, 0), drawing_kernels._without_cudnn():
+        with EagerDraws(0, 0), drawing_kernels.WITHOUT_CUDNN:
             entered.set()
             leave.wait()
 
     before = F.scaled_dot_product_attention
     other = threading.Thread(target=wait)
-    with EagerDraws(0, 0), drawing_kernels._without_cudnn():
+    with EagerDraws(0, 0), drawing_kernels.WITHOUT_CUDNN:
         other.start()
         entered.wait()
     assert F.scaled_dot_product_attention is not before

@@ -15,9 +15,9 @@ from modelfleet.frameworks.torch.random import native
 from modelfleet.frameworks.torch.random.streams import Streams
 from modelfleet.frameworks.torch.random.threefry import (
     NOISE,
+    WORDS,
     noise,
     noise_by_operations,
-    words,
     words_by_operations,
 )
 from modelfleet.frameworks.torch.tracing.trace import TensorSpec
@@ -153,7 +153,7 @@ def test_without_a_compiler_draws_stay_operations(cache: Path, monkeypatch: pyte
     loop._prepare()
     assert loop.kernels is None
     given = [_random(*shape) for shape in SHAPES["stacked members"]]
-    assert torch.equal(words(*given), words_by_operations(*given))
+    assert torch.equal(WORDS(*given), words_by_operations(*given))
 
 
 @needs_compiler

@@ -168,8 +168,9 @@ def _assert_as_alone(make: Callable[[], nn.Module]) -> int:
 
 @pytest.mark.parametrize("kind", EVEN)
 def test_after_a_few_sizes_nothing_is_traced(kind: str) -> None:
-    # Train and evaluate programs of three sizes, of four if numbers grow with the square; and the update.
-    assert _assert_as_alone(EVEN[kind]) == (9 if kind == "transformer" else 7)
+    # Train and evaluate programs of three sizes, and the update. The numbers of attention's dropout grow with the
+    # square, which takes one more train program.
+    assert _assert_as_alone(EVEN[kind]) == (8 if kind == "transformer" else 7)
 
 
 @pytest.mark.parametrize("kind", UNEVEN)

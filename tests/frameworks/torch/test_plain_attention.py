@@ -1,11 +1,11 @@
-"""Attention has its plain form where members are stacked. Afterwards the program has its own choice again."""
+"""Attention that drops out has its plain form on accelerators. Afterwards the program has its own choice again."""
 
 import threading
 
 import pytest
 import torch
 
-from modelfleet.frameworks.torch.global_modes import plain_attention
+from modelfleet.frameworks.torch.random.drawing_kernels import PLAIN_ATTENTION
 
 
 def chosen() -> tuple[bool, bool]:
@@ -17,12 +17,12 @@ def test_threads_that_leave_in_the_order_in_which_they_entered_put_back_the_choi
     entered, left = threading.Event(), threading.Event()
 
     def other() -> None:
-        with plain_attention():
+        with PLAIN_ATTENTION:
             entered.set()
             left.wait()
 
     thread = threading.Thread(target=other)
-    with plain_attention():
+    with PLAIN_ATTENTION:
         thread.start()
         entered.wait()
     assert chosen() == (False, False)  # the other one is within
@@ -33,6 +33,6 @@ def test_threads_that_leave_in_the_order_in_which_they_entered_put_back_the_choi
 
 def test_it_is_put_back_after_an_error_and_within_itself() -> None:
     before = chosen()
-    with pytest.raises(ZeroDivisionError), plain_attention(), plain_attention():
+    with pytest.raises(ZeroDivisionError), PLAIN_ATTENTION, PLAIN_ATTENTION:
         raise ZeroDivisionError
     assert chosen() == before

@@ -1,41 +1,10 @@
 """Modes of torch that hold for the whole thread or process, kept from what a member's code does to them."""
 
-import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-
 import torch
 from torch import get_default_dtype, get_num_threads, is_autocast_enabled, is_grad_enabled
 from torch._C import _get_deterministic_algorithms as get_deterministic
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # The functions have names of their own here because a step calls each twice: finding them in torch takes longer.
-
-
-_lock = threading.Lock()
-_depth = 0  # threads and levels that are within `plain_attention`
-_kernels = ExitStack()
-
-
-@contextmanager
-def plain_attention() -> Iterator[None]:
-    """Context in which attention has its plain form, without fused kernels.
-
-    torch keeps the choice for the whole process. Several threads may enter and leave in any order: the last one
-    to leave puts back what was chosen before the first one entered.
-    """
-    global _depth
-    with _lock:
-        if _depth == 0:
-            _kernels.enter_context(sdpa_kernel(SDPBackend.MATH))
-        _depth += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _depth -= 1
-            if _depth == 0:
-                _kernels.close()
 
 
 class KeepingModes:

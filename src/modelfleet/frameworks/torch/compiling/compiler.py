@@ -287,7 +287,7 @@ def _compile(source: GraphSource, to_run: bool) -> Callable[..., Any]:
             "cpp.vec_isa_ok": knows_vectors() if chosen is None else chosen,
             "cpp.dynamic_threads": True,  # so that a program serves any number of threads
         }
-        with config.patch(options), one_library():
+        with config.patch(options), one_library(wraps=source.draws):
             compiled: Any = compile_fx(graph, inputs)
     if general and (shapes.replacements or shapes.guards):
         raise FixedWidthError("an operation depends on the width")

@@ -49,6 +49,11 @@ class GraphSource:
         """Return True if the program runs on the CPU alone."""
         return all(spec.device.type == "cpu" for spec in self.inputs)
 
+    @property
+    def draws(self) -> bool:
+        """Return True if the program draws random numbers."""
+        return any(f"torch.ops.{operation}(" in self.text for operation in (WORDS, NOISE))
+
     def function(self) -> Callable[..., Any]:
         """Return the graph as a function of its inputs."""
         holder = torch.nn.Module()

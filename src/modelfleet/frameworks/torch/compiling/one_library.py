@@ -5,9 +5,13 @@ own. For the small kernels of a train step that takes longer than the kernels th
 
 torch also compiles its headers first, which takes twice as long as a library of a small step with headers and all,
 and is done again by every compile process, since torch keeps them beside its folder for temporary files.
+
+Random numbers are 32-bit words that wrap. torch writes them as signed integers, with which a C++ compiler may
+assume that nothing wraps, unless it is told so.
 """
 
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -39,15 +43,19 @@ class _Kernel:
 
 
 @contextmanager
-def one_library() -> Iterator[None]:
-    """Context in which a program that this thread compiles, or loads from torch's cache, is one library."""
+def one_library(*, wraps: bool = False) -> Iterator[None]:
+    """Context in which a program that this thread compiles, or loads from torch's cache, is one library.
+
+    With `wraps`, its integers may wrap.
+    """
     try:
-        from torch._inductor import codecache
+        from torch._inductor import codecache, cpp_builder
         from torch._inductor.async_compile import AsyncCompile
 
         single, wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
         bindings: Any = codecache.CppPythonBindingsCodeCache
         find_header: Callable[[str], str | None] = bindings._get_uncompiled_header
+        find_flags: Callable[..., tuple[list[str], list[str]]] = cpp_builder._get_optimization_cflags
     except (ImportError, AttributeError):  # another release of torch
         yield
         return
@@ -66,10 +74,15 @@ def one_library() -> Iterator[None]:
     def header(device: str) -> str | None:
         return find_header(device) if threading.get_ident() != thread else None
 
+    def flags(*args: Any, **kwargs: Any) -> tuple[list[str], list[str]]:
+        for_compiler, for_linker = find_flags(*args, **kwargs)
+        return [*for_compiler, "fwrapv"], for_linker
+
     changes: list[tuple[Any, str, Any]] = [
         (AsyncCompile, "cpp_pybinding", collect),
         (AsyncCompile, "wait", compile_all),
         (bindings, "_get_uncompiled_header", header),
+        *([(cpp_builder, "_get_optimization_cflags", flags)] if wraps and sys.platform != "win32" else []),
     ]
     with ExitStack() as changed:
         for owner, name, value in changes:

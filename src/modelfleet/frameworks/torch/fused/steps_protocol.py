@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from modelfleet.frameworks.lane_context import Task
-from modelfleet.frameworks.torch.global_modes import plain_attention
 from modelfleet.frameworks.torch.random.eager import EagerDraws
 from modelfleet.frameworks.torch.random.operations import DrawFromStreams
 from modelfleet.frameworks.torch.random.streams import BatchRows, Streams
@@ -113,15 +112,14 @@ def drawing(
         part: The place of the rows in their batch, if they are not all of it.
         streams: Other streams than the members' own, for trials.
     """
-    # Attention's CPU kernels have no batching rule. Its plain form has one, and recurrent layers have ours.
-    # The same forms are used unfused, so that a member's numbers and draws do not depend on the strategy.
+    # The same rules are used unfused, so that a member's numbers and draws do not depend on the strategy.
     seed, step = member["seed"], member["step"]
     if streams is None and part is None and not fused and not torch.compiler.is_compiling():
         # A trial draws as plain execution does.
-        with plain_attention(), BatchingRules(), EagerDraws(int(seed[0]), int(step[0])):
+        with BatchingRules(), EagerDraws(int(seed[0]), int(step[0])):
             yield
         return
     if streams is None:
         streams = Streams(seed, step, part) if fused else Streams(seed[0], step[0], part)
-    with plain_attention(), BatchingRules(), DrawFromStreams(streams):
+    with BatchingRules(), DrawFromStreams(streams):
         yield

@@ -7,7 +7,7 @@ an operation of its own, as on the CPU. Those that drop nothing keep their kerne
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -15,8 +15,7 @@ import torch
 from torch import _VF, Tensor
 from torch._ops import OpOverload
 from torch.nn import functional as F
-
-from modelfleet.frameworks.torch.global_modes import plain_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _ATTENTION = "scaled_dot_product_attention"
@@ -71,7 +70,7 @@ def _attention(fused: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         if dropout_p == 0 or query.device.type == "cpu":
             return fused(query, key, value, attn_mask, dropout_p, *rest, **o)
-        with plain_attention():
+        with PLAIN_ATTENTION:
             return fused(query, key, value, attn_mask, dropout_p, *rest, **o)
 
     return run
@@ -86,31 +85,55 @@ def _recurrent(plain: Callable[..., Any]) -> Callable[..., Any]:
             return plain(x, *args)
         if not training or layers == 1:  # the kernel would count as drawing
             return plain(x, *args[: first + 1], 0.0, *args[first + 2 :])
-        with _without_cudnn():
+        with WITHOUT_CUDNN:
             return plain(x, *args)
 
     return run
 
 
-_cudnn_lock = threading.Lock()
-_cudnn: list[
-    bool
-] = []  # for each thread that is within `_without_cudnn`: if it was on before the first one entered
+class _Shared:
+    """Context that changes a setting of the whole process. Several threads may enter and leave in any order.
+
+    The last one to leave puts back what was set before the first one entered.
+    """
+
+    def __init__(self, change: Callable[[], AbstractContextManager[None]]) -> None:
+        self._change = change
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before = ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before.enter_context(self._change())
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._before.close()
 
 
 @contextmanager
-def _without_cudnn() -> Iterator[None]:
-    """Context without cuDNN, for the whole process: torch has no other choice of a recurrent layer's kernel."""
-    with _cudnn_lock:
-        _cudnn.append(_cudnn[0] if _cudnn else torch._C._get_cudnn_enabled())
-        torch._C._set_cudnn_enabled(False)
+def _disabled_cudnn() -> Iterator[None]:
+    before = torch._C._get_cudnn_enabled()
+    torch._C._set_cudnn_enabled(False)
     try:
         yield
     finally:
-        with _cudnn_lock:
-            before = _cudnn.pop()
-            if not _cudnn:
-                torch._C._set_cudnn_enabled(before)
+        torch._C._set_cudnn_enabled(before)
+
+
+@contextmanager
+def _no_fused_attention() -> Iterator[None]:
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+PLAIN_ATTENTION = _Shared(_no_fused_attention)
+WITHOUT_CUDNN = _Shared(_disabled_cudnn)  # torch has no other choice of a recurrent layer's kernel
 
 
 def draws_nothing(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -130,7 +153,11 @@ def draws_nothing(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
 def _rate_argument(func: OpOverload) -> tuple[str, int] | None:
     """Return the name and the position of the rate of such a kernel; None for other operations."""
     kernel = func._schema.name.partition("::")[2]
-    if "attention" not in kernel and kernel not in ("_cudnn_rnn", "miopen_rnn", "_lstm_mps"):
+    if (
+        "attention" not in kernel
+        and "sdp" not in kernel
+        and kernel not in ("_cudnn_rnn", "miopen_rnn", "_lstm_mps")
+    ):
         return None
     names = [argument.name for argument in func._schema.arguments]
     return next(((name, names.index(name)) for name in ("dropout_p", "dropout") if name in names), None)

@@ -39,7 +39,7 @@ from modelfleet.frameworks.torch.random.operations import (
     is_random,
 )
 from modelfleet.frameworks.torch.random.streams import BatchRows, Streams
-from modelfleet.frameworks.torch.random.threefry import words
+from modelfleet.frameworks.torch.random.threefry import WORDS
 
 MAX_STEPS = 64  # that are computed at a time
 MAX_BLOCKS = 16384  # for these steps together; beyond that, the overhead of a call does not matter
@@ -88,7 +88,7 @@ class _NumberedStreams(Streams):
         def make(counters: Tensor, steps: Tensor) -> Tensor:
             first, second, _ = self._key
             device = self._seed.device
-            return words(first, second + number, counters.to(device), steps.to(device))
+            return WORDS(first, second + number, counters.to(device), steps.to(device))
 
         return self._cache.words((*self._cache_key, number, blocks), self._step_number, blocks, make)
 
@@ -145,9 +145,7 @@ class EagerDraws(TorchDispatchMode):
         self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not _is_random(func) or self._uses_torch or has_own_generator(args, kwargs) or is_on_meta(args, kwargs):
-            return func(*args, **kwargs)
-        if draws_nothing(func, args, kwargs):
+        if not _is_random(func) or self._uses_torch or _draws_nothing_of_its_own(func, args, kwargs):
             return func(*args, **kwargs)
         number, self._number = self._number, self._number + 1
         self.count = max(self.count, self._number - self._first)
@@ -183,6 +181,10 @@ class EagerDraws(TorchDispatchMode):
 
 
 _is_random = cache(is_random)
+
+
+def _draws_nothing_of_its_own(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    return has_own_generator(args, kwargs) or is_on_meta(args, kwargs) or draws_nothing(func, args, kwargs)
 
 
 class _Patches:

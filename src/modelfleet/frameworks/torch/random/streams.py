@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from modelfleet.errors import StrategyError
-from modelfleet.frameworks.torch.random.threefry import join_words, kept_scale, last_kept, noise, words
+from modelfleet.frameworks.torch.random.threefry import WORDS, join_words, kept_scale, last_kept, noise
 
 # Binary digits of a uniform number, as in torch: as many as keep it below 1.
 _DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
@@ -258,7 +258,7 @@ class Streams:
 
     def _words_of(self, number: int, counters: Tensor) -> Tensor:
         first, second, step = self._key
-        return words(first, self._numbered(second, number), counters, step)
+        return WORDS(first, self._numbered(second, number), counters, step)
 
     def _numbered(self, second: Tensor, number: int) -> Tensor:
         """Return the second word of the keys of a draw."""

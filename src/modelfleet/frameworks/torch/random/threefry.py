@@ -19,13 +19,8 @@ LIBRARY.define(
     " ScalarType dtype) -> Tensor"
 )
 WORDS = torch.ops.modelfleet.words.default
+"""Returns the pairs of words `(…, 2)` of `threefry`: one operation in a traced program."""
 NOISE = torch.ops.modelfleet.noise.default
-
-
-def words(first: Tensor, second: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Return the pairs of words `(…, 2)` of `threefry`. On the CPU, that is one operation in a traced program."""
-    run = WORDS if first.device.type == "cpu" else words_by_operations
-    return run(first, second, left, right)
 
 
 def words_by_operations(first: Tensor, second: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -55,8 +50,8 @@ def noise(
         size: The count of numbers per member.
         dtype: The dtype of the result.
     """
-    run = NOISE if first.device.type == "cpu" else noise_by_operations
-    return run(first, second, right, positions, rates, size, dtype)
+    args = first, second, right, positions, rates, size, dtype
+    return NOISE(*args) if first.device.type == "cpu" else _noise_of(WORDS, *args)
 
 
 def noise_by_operations(
@@ -143,6 +138,7 @@ def _shape_of_noise(
     return rates.new_empty((len(rates), size), dtype=dtype)
 
 
+LIBRARY.impl("words", words_by_operations, "CompositeExplicitAutograd")
 LIBRARY.impl("words", _words_on_cpu, "CPU")
 LIBRARY.impl("noise", _noise_on_cpu, "CPU")
 torch.library.register_fake("modelfleet::words", _shape_of_words, lib=LIBRARY)

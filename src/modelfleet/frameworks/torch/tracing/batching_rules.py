@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from modelfleet.frameworks.torch.tracing.attention import attention, multi_head_attention
 from modelfleet.frameworks.torch.tracing.recurrent import RECURRENT_RULES
 
 Operation = Callable[..., Any]
@@ -245,5 +246,7 @@ RULES: Mapping[Operation, Operation] = {
         if hasattr(library, f"{name}_")
     },
     Tensor.contiguous: _contiguous,
+    F.scaled_dot_product_attention: attention,
+    F.multi_head_attention_forward: multi_head_attention(scaled_dot_product_attention=attention),
     **RECURRENT_RULES,
 }

@@ -6,7 +6,6 @@ torch, a member with a rate of 0 or 1 draws no random numbers.
 
 import inspect
 import math
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.nn import functional as F
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.torch.random.operations import active_streams
 from modelfleet.frameworks.torch.random.streams import Streams
+from modelfleet.frameworks.torch.tracing.attention import attention, multi_head_attention
 
 Rules = dict[Callable[..., Any], tuple[Callable[..., Any], tuple[str | int, ...]]]
 """For each function, its rule, and the parameters that may be numbers per member, by name or position."""
@@ -98,7 +98,7 @@ def _drawn(p: Tensor, draw: Callable[[Streams, Tensor], Tensor]) -> Tensor:
     return functorch._add_batch_dim(found, 0, level)
 
 
-def attention(
+def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -108,7 +108,11 @@ def attention(
     scale: Any = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute attention as torch's plain form does, with a rate or a scale per member."""
+    """Compute attention with a rate or a scale per member: with a rate, as torch's plain form does."""
+    if not isinstance(dropout_p, Tensor) and not dropout_p:
+        if isinstance(scale, Tensor):
+            query, scale = query * scale.to(query.dtype), 1.0
+        return attention(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
@@ -150,39 +154,25 @@ def _attention_at(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: Any, is_causal: bool
 ) -> Tensor:
     rate = dropout_p.p if isinstance(dropout_p, _Rate) else dropout_p
-    return attention(query, key, value, attn_mask, rate, is_causal)
+    return _attention(query, key, value, attn_mask, rate, is_causal)
 
 
-def _with_rates(function: types.FunctionType) -> Callable[..., Any]:
-    """Return a function of torch whose code calls dropout and attention by the rules of this module."""
-    names = {
-        **function.__globals__,
-        "dropout": _dropout_at,
-        "scaled_dot_product_attention": _attention_at,
-        "has_torch_function": lambda _: False,
-    }
-    own = types.FunctionType(
-        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+def _multi_head_attention(*args: Any, **kwargs: Any) -> Any:
+    return _WITH_RATES(
+        *(_rate(value) if place == _DROPOUT_P else value for place, value in enumerate(args)),
+        **{name: _rate(value) if name == "dropout_p" else value for name, value in kwargs.items()},
     )
-    own.__kwdefaults__ = function.__kwdefaults__
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return own(
-            *(_rate(value) if place == _DROPOUT_P else value for place, value in enumerate(args)),
-            **{name: _rate(value) if name == "dropout_p" else value for name, value in kwargs.items()},
-        )
-
-    return run
 
 
 def _rate(value: Any) -> Any:
     return _Rate(value) if isinstance(value, Tensor) else value
 
 
+_WITH_RATES = multi_head_attention(dropout=_dropout_at, scaled_dot_product_attention=_attention_at)
 _DROPOUT_P = list(inspect.signature(F.multi_head_attention_forward).parameters).index("dropout_p")
 
 RULES: Rules = {
-    F.multi_head_attention_forward: (_with_rates(F.multi_head_attention_forward), ("dropout_p",)),
+    F.multi_head_attention_forward: (_multi_head_attention, ("dropout_p",)),
     F.dropout: (dropout, ("p",)),
     torch.dropout: (lambda x, p, train: dropout(x, p, train), (1, "p")),
     F.dropout1d: (_dropout_1d, ("p",)),
@@ -190,7 +180,7 @@ RULES: Rules = {
     F.dropout3d: (_dropout_3d, ("p",)),
     F.alpha_dropout: (_alpha_dropout, ("p",)),
     F.feature_alpha_dropout: (_feature_alpha_dropout, ("p",)),
-    F.scaled_dot_product_attention: (attention, ("dropout_p", "scale", 4, 6)),
+    F.scaled_dot_product_attention: (_attention, ("dropout_p", "scale", 4, 6)),
 }
 
 IN_OWN_DTYPE = {F.dropout, torch.dropout, F.dropout1d, F.dropout2d, F.dropout3d}

@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from modelfleet.errors import FleetError
 from modelfleet.frameworks.errors import CannotFuseError
+from modelfleet.frameworks.torch.tracing.joint_draws import join_draws
 from modelfleet.frameworks.torch.tracing.outside_tensors import forbid_outside_writes, lift_outside_tensors
 from modelfleet.frameworks.torch.tracing.reasons import add_line, explain
 from modelfleet.frameworks.torch.tracing.recording import Recording
@@ -181,6 +182,7 @@ def trace(step: Step, args: tuple[Tree, ...], stacked: Sequence[bool], steady: S
         graph = _graph_of(flat)
         outside = lift_outside_tensors(graph)
         forbid_outside_writes(graph, flat.arguments)
+        join_draws(graph.graph)
         simplify(graph)
         program = Program(flat, graph, outside, steady)
     flat.release()
