@@ -56,7 +56,8 @@ clean:  ## remove the environment and every cache
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# torch comes first, alone: so that no later requirement brings another build of it.
+# torch comes first, alone: so that no later requirement brings another build of it. triton, which only one test needs
+# and not every system has, is kept apart: a process that imports it after TensorFlow ends with a segmentation fault.
 $(VENV)/.demo: $(FILES) | $(BIN)/python
 	$(PIP) torch
 	$(PIP) --editable '.[demo]'
@@ -65,4 +66,5 @@ $(VENV)/.demo: $(FILES) | $(BIN)/python
 $(VENV)/.setup: $(FILES) | $(BIN)/python
 	$(PIP) torch
 	$(PIP) --editable '.[all,demo,dev]'
+	-$(PIP) --no-deps --upgrade --target $(VENV)/triton triton
 	@touch $@ $(VENV)/.demo

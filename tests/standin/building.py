@@ -1,5 +1,6 @@
 """Builds the C++ libraries of the tests once, and keeps them in the user's cache."""
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -40,7 +41,10 @@ def build(sources: Sequence[Path] = STANDIN) -> Path:
     assert command is not None
     torch = Path(spec.origin).parent
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+    with path.with_suffix(".lock").open("w") as lock, tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several processes want it at the same time
+        if path.exists():
+            return path
         made = Path(folder) / path.name
         headers = [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}"]
         flags = ["-shared", "-fPIC", "-O1", "-std=c++20", "-w", *headers, f"-L{torch / 'lib'}"]
@@ -53,5 +57,5 @@ def build(sources: Sequence[Path] = STANDIN) -> Path:
         )
         if result.returncode:
             raise RuntimeError(f"{sources[0].name} can't be built:\n{result.stderr[-4000:]}")
-        made.replace(path)  # at once: other processes may build it, too
+        made.replace(path)  # at once: another process may look for it
     return path
