@@ -387,9 +387,8 @@ class Fleet:
                 and `epochs - initial_epoch` are trained. Callbacks, the history and schedules use these numbers.
             batch_size: Rows of a step; one value, or `each(...)`. A loader has its own.
             shuffle: Each member shuffles its own rows, in a new order every epoch.
-            callbacks: Callbacks of modelfleet or Keras. Those of Keras work for each Keras member on its own: the
-                first Keras member uses the given objects, and the others use copies. `callback.members[name]` is
-                the callback of a member.
+            callbacks: Callbacks of modelfleet or Keras. Keras's work for each Keras member on its own: the first
+                one uses the given objects, the others use copies. `callback.members[name]` is that of a member.
             strategy: "auto" measures. "fused" insists on fusing. "interleaved" has members take turns; "threads"
                 and "processes" run them side by side. On several devices, "threads" and "processes" have one for
                 each device, and "data_parallel" spreads every member over all devices.

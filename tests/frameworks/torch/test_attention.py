@@ -358,3 +358,28 @@ def test_the_scale_of_a_member_is_its_own() -> None:
 
     fleet = numbers.check(make, [0.3, 0.7], features=(LENGTH, 8), optimizer="sgd", lr=0.05)
     assert squares(fleet) == []
+
+
+class OneHead(nn.Module):
+    """Attention over `(row, position, feature)`, without an axis for heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*(part(x) for part in self.parts)).mean(1)
+
+
+def test_attention_of_one_head_in_a_fleet_is_as_alone() -> None:
+    x, y = normal(20, 5, 8), normal(20, 8)
+    fused, plain = (mf.Fleet.build(lambda: OneHead().double(), MEMBERS, seed=1) for _ in range(2))
+    for fleet, strategy in ((fused, "fused"), (plain, "interleaved")):
+        fleet.compile("sgd", "mse", lr=0.1)
+        fleet.fit((x, y), epochs=2, batch_size=8, progress=False, strategy=strategy)
+    answers = fused.predict(x, strategy="fused")
+    with torch.no_grad():
+        for name in fused.names:
+            for own, other in zip(fused[name].parameters(), plain[name].parameters(), strict=True):
+                torch.testing.assert_close(own, other, rtol=1e-11, atol=1e-12)
+            torch.testing.assert_close(torch.as_tensor(answers[name]), plain[name](x), rtol=1e-11, atol=1e-12)

@@ -124,3 +124,20 @@ def test_an_argmax_over_many_numbers_or_another_axis_stays() -> None:
         graph = in_place(traced(step, given))
         assert len(shapes(graph, aten.argmax.default)) == 1
         assert torch.equal(graph(given), step(given))
+
+
+def attend_by_kernel(x: Tensor, weight: Tensor, bias: Tensor) -> object:
+    query = (torch.bmm(x, weight) + bias).tanh().unsqueeze(1)
+    return aten._scaled_dot_product_flash_attention_for_cpu(query, query, query)[0]
+
+
+def by_strides(x: Tensor, weight: Tensor, bias: Tensor) -> object:
+    output = (torch.bmm(x, weight) + bias).tanh()
+    return output.as_strided((MEMBERS, 2), (output.stride(0), 1))
+
+
+@pytest.mark.parametrize("step", [attend_by_kernel, by_strides])
+def test_what_is_read_by_its_strides_is_not_turned(step: Callable[..., object]) -> None:
+    given = inputs(10)
+    graph = in_place(traced(step, *given))
+    torch.testing.assert_close(graph(*given), step(*given), rtol=1e-12, atol=1e-12)

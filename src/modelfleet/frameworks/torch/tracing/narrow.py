@@ -25,6 +25,7 @@ _OVER_AN_AXIS = {
     aten._log_softmax_backward_data.default: (2, 2),
     aten._softmax_backward_data.default: (2, 2),
 }
+_CHOOSE_STRIDES = {aten.bmm.default, aten.baddbmm.default}
 
 
 def turn_narrow(graph: fx.Graph) -> None:
@@ -33,7 +34,7 @@ def turn_narrow(graph: fx.Graph) -> None:
     The places of the largest of few numbers come from `max`.
     """
     kept = {owner for node in graph.nodes for one in written(node) for owner in memory_owners(one)}
-    kept |= {node.args[0] for node in graph.nodes if node.target is aten.as_strided.default}
+    kept |= _read_by_strides(graph)
     for node in list(graph.nodes):
         if node.target is aten.argmax.default:
             _take_from_max(node)
@@ -51,6 +52,30 @@ def turn_narrow(graph: fx.Graph) -> None:
             if node.args[at] % axes == axes - 1:
                 own = tuple(_turned(node, tensor) for tensor in node.args[:tensors])
                 _turn(node, (*own, axes - 2, *node.args[at + 1 :]))
+
+
+def _read_by_strides(graph: fx.Graph) -> set[fx.Node]:
+    """Return what operations read that go by the strides with which they were traced, and do not check them.
+
+    These are `as_strided`, the kernels of attention, and operations that are not torch's own.
+    """
+    found: set[fx.Node] = set()
+    waiting = [used for node in graph.nodes if _goes_by_strides(node.target) for used in node.all_input_nodes]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            if node.target not in _CHOOSE_STRIDES:  # its result has the strides of what it reads
+                waiting += node.all_input_nodes
+    return found
+
+
+def _goes_by_strides(target: Any) -> bool:
+    if target is aten.as_strided.default:
+        return True
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target.namespace not in ("aten", "prims") or "attention" in target.name()
 
 
 def _take_from_max(node: fx.Node) -> None:
