@@ -247,7 +247,7 @@ def test_a_resumed_run_stops_and_restores_as_the_unbroken_one(broken_after: int,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"patience": 0}, "patience is 0, expected at least 1"),
+        ({"patience": 0}, "patience is 0, expected a whole number of epochs, 1 or more"),
         ({"min_delta": -0.1}, "min_delta is -0.1"),
         ({"min_delta": NAN}, "min_delta is nan"),
         ({"mode": "most"}, "unknown mode 'most'"),

@@ -40,7 +40,7 @@ ORDER = (
     "joining nvidia recipe",
     "each devices",
     "directions",
-    "fingerprints formatting garbage shuffles trees unknown_names user_cache",
+    "argument_checks fingerprints formatting garbage shuffles trees unknown_names user_cache",
     "errors types",
 )
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names.split()}

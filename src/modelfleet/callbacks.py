@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
+from modelfleet.argument_checks import check_flag, check_not_negative, check_path, check_whole
 from modelfleet.directions import Mode, direction
 from modelfleet.errors import InputError
 from modelfleet.frameworks.conversions import wrap_keras_callbacks
@@ -146,10 +147,11 @@ class EarlyStopping(Callback):
         mode: Mode = "auto",
         restore_best: bool = False,
     ) -> None:
-        if patience < 1:
-            raise InputError(f"EarlyStopping: patience is {patience}, expected at least 1 epoch.")
-        if not 0 <= min_delta < math.inf:
-            raise InputError(f"EarlyStopping: min_delta is {min_delta}, expected a number of at least 0.")
+        if not isinstance(metric, str):
+            raise InputError(f'EarlyStopping: metric is {metric!r}, expected the name of a metric: "val_loss".')
+        check_whole("EarlyStopping: patience", patience, unit="epochs")
+        check_not_negative("EarlyStopping: min_delta", min_delta)
+        check_flag("EarlyStopping: restore_best", restore_best)
         self.metric = metric
         self.patience = patience
         self.min_delta = min_delta
@@ -250,7 +252,7 @@ class Checkpoint(Callback):
         verify: Compare checksums before resuming, and refuse a damaged checkpoint.
 
     Raises:
-        InputError: If `every` or `every_steps` is below 1.
+        InputError: An argument is out of range.
     """
 
     def __init__(
@@ -262,10 +264,12 @@ class Checkpoint(Callback):
         resume: bool = True,
         verify: bool = True,
     ) -> None:
-        if every < 1:
-            raise InputError(f"Checkpoint: every is {every}, expected at least 1 epoch.")
-        if every_steps is not None and every_steps < 1:
-            raise InputError(f"Checkpoint: every_steps is {every_steps}, expected at least 1 step, or None.")
+        check_path("Checkpoint: folder", folder)
+        check_whole("Checkpoint: every", every, unit="epochs")
+        if every_steps is not None:
+            check_whole("Checkpoint: every_steps", every_steps, unit="steps")
+        check_flag("Checkpoint: resume", resume)
+        check_flag("Checkpoint: verify", verify)
         self.folder = Path(folder).absolute()  # a callback may change the working directory
         self.every = every
         self.every_steps = every_steps

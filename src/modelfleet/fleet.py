@@ -546,7 +546,7 @@ class Fleet:
                 self._reading.fit.sync_all("save")
             trained = self._live_lanes.training_states() if optimizer else None
             fleet = SavedFleet(self._members, self.seed, self._origins, self._recipes, self._recipe, trained)
-            saving.save(Path(folder), fleet)
+            saving.save(folder, fleet)
 
     # --- lanes ---------------------------------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ def load(
         StoreError: The folder is damaged, or holds no fleet.
         InputError: A factory can't be called, or there is none for a member.
     """
-    found = saving.read(Path(folder), factory, allow_import, members, verify=verify)
+    found = saving.read(folder, factory, allow_import, members, verify=verify)
     fleet = Fleet({name: member.model for name, member in found.members.items()}, seed=found.seed, devices=devices)
     fleet._exposed.clear()
     fleet._origins = dict(found.origins)

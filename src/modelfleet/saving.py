@@ -12,8 +12,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from modelfleet import frameworks
+from modelfleet.argument_checks import check_path
 from modelfleet.each import Each, per_member
-from modelfleet.errors import StoreError
+from modelfleet.errors import InputError, StoreError
 from modelfleet.formatting import without_period
 from modelfleet.frameworks.model_building import build_model, check_factory, is_made
 from modelfleet.frameworks.stacked import by_part, by_path
@@ -77,8 +78,10 @@ class SavedFleet:
     """How models that hold their own optimizers were compiled. `save` reads it from the models."""
 
 
-def save(folder: Path, fleet: SavedFleet) -> None:
-    """Save a fleet. Members of one structure share a file, in which each has a row."""
+def save(given: str | Path, fleet: SavedFleet) -> None:
+    """Save a fleet in a folder. Members of one structure share a file, in which each has a row."""
+    check_path("save: folder", given)
+    folder = Path(given)
     members, origins = fleet.members, fleet.origins
     groups: dict[tuple[str, Any], list[Member]] = {}
     for member in members.values():
@@ -212,7 +215,7 @@ def _check_row(name: str, file: str, row: int, files: Mapping[str, int | None]) 
 
 
 def read(
-    folder: Path,
+    given: str | Path,
     factory: Factory,
     allow_import: bool,
     members: Sequence[str] | None,
@@ -222,7 +225,7 @@ def read(
     """Return a saved fleet, or some of its members.
 
     Args:
-        folder: The folder that `save` wrote.
+        given: The folder that `save` wrote.
         factory: Makes the models to fill with weights.
         allow_import: Allow to import and call the factory that the folder names.
         members: The members to read; None for all.
@@ -232,6 +235,10 @@ def read(
         StoreError: If the folder can't be read, or does not fit the models of the factory.
         InputError: If a member does not exist.
     """
+    check_path("load: folder", given)
+    if members is not None and (isinstance(members, str) or not isinstance(members, Iterable)):
+        raise InputError(f"load: members is {members!r}, expected a list of names.")
+    folder = Path(given)
     built: dict[str, tuple[dict[str, Json], Model]] = {}  # so that reading again builds no model twice
     factories: dict[str, Any] = {}  # by member
 

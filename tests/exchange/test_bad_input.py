@@ -19,7 +19,7 @@ distill: Any = mf.Distill
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: average(0), "every is 0, expected a whole number of at least 1"),
+        (lambda: average(0), "every is 0, expected a whole number, 1 or more"),
         (lambda: gossip(every_steps=True), "every_steps is True"),
         (lambda: average(1.5), "every is 1.5"),
         (lambda: average(2, every_steps=2), "got both every and every_steps"),

@@ -95,6 +95,12 @@ class Average(Exchange):
         names = run.fleet.names
         self.groups.check(names)
         self._shares = dict(zip(names, self._parts(run, names), strict=True))
+        for group in self.groups.of(names) if isinstance(self.weights, Each) else ():
+            if not any(self._shares[name] for name in group):
+                raise InputError(
+                    f"Average: the weights of {', '.join(map(repr, group))} are all 0, so they have no average. "
+                    f"Give one of them a weight above 0."
+                )
         self._run = run
         self._outer_state = {}
         for group in self.groups.of(names):

@@ -2,6 +2,7 @@
 
 from typing import cast
 
+from modelfleet.argument_checks import check_whole
 from modelfleet.callbacks import Callback, Run
 from modelfleet.errors import InputError
 from modelfleet.exchange.run import ExchangeRun, RunWithMembers
@@ -36,9 +37,8 @@ class Exchange(Callback):
         if every is not None and every_steps is not None:
             raise InputError(f"{kind} got both every and every_steps. Give epochs (every) or steps (every_steps).")
         for argument, value in (("every", every), ("every_steps", every_steps)):
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if value is not None and not (whole and value >= 1):
-                raise InputError(f"{kind}: {argument} is {value!r}, expected a whole number of at least 1.")
+            if value is not None:
+                check_whole(f"{kind}: {argument}", value)
         self.every_steps = every_steps
         self.every = None if every_steps is not None else every or 1
         self._done = 0  # exchanges that were due so far, by steps

@@ -48,6 +48,8 @@ class Factors:
             if not np.isfinite(value):
                 raise InputError(f"{name} of member {member!r} would become {value}; expected a finite number.")
             compiled = float(self._compiled[name][position])
+            if value < 0 <= compiled:
+                raise InputError(f"{name} of member {member!r} would become {value}; expected 0 or more.")
             if compiled == 0 and value != 0:
                 raise InputError(
                     f"{name} of member {member!r} would become {value}, but was compiled as 0, and a schedule "

@@ -31,7 +31,7 @@ from modelfleet.frameworks.torch.fused.arguments import (
 from modelfleet.frameworks.torch.fused.capture import Capture
 from modelfleet.frameworks.torch.fused.other_sizes import from_other_sizes
 from modelfleet.frameworks.torch.fused.runner import ByWidth, Runner, ShapeTimes, for_any_width
-from modelfleet.frameworks.torch.fused.steps_protocol import How, LaneSteps
+from modelfleet.frameworks.torch.fused.steps_protocol import How, LaneSteps, NoGradientError
 from modelfleet.frameworks.torch.model_locks import lock_of, locked_in_mode
 from modelfleet.frameworks.torch.modes import in_mode
 from modelfleet.frameworks.torch.optimizers.counting import CoefficientsBySlice
@@ -542,6 +542,8 @@ class Programs(Generic[OwnSteps]):
                     return
                 known = PythonSnapshot(self.steps.roots()).key
                 again = step(*one)
+            except NoGradientError:
+                raise
             except Exception:
                 return
             if known != PythonSnapshot(self.steps.roots()).key or not _equal(first, again):

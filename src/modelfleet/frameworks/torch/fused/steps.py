@@ -17,7 +17,7 @@ from modelfleet.frameworks.torch.functional import call_with
 from modelfleet.frameworks.torch.fused import packing
 from modelfleet.frameworks.torch.fused.arguments import Key, numbers_key
 from modelfleet.frameworks.torch.fused.mapping import Axes, mapped, mapped_gradients
-from modelfleet.frameworks.torch.fused.steps_protocol import How, Tensors, drawing
+from modelfleet.frameworks.torch.fused.steps_protocol import How, NoGradientError, Tensors, drawing
 from modelfleet.frameworks.torch.fused.updating import (
     gradient_norms,
     per_member,
@@ -115,6 +115,8 @@ class Steps:
             params = {name: p.requires_grad_() for name, p in one["params"].items()}
             own = {**params, **one["frozen"], **shared}
             loss, _ = self._call(own, one["buffers"], self.task.run, data, weights)
+            if params and not loss.requires_grad:
+                raise NoGradientError("its loss does not depend on its parameters, so there is no gradient")
             found = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
         self.unused = frozenset(name for name, g in zip(params, found, strict=True) if g is None)
 

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.lane_context import Task
 from modelfleet.frameworks.torch.random.eager import EagerDraws
 from modelfleet.frameworks.torch.random.operations import DrawFromStreams
@@ -15,6 +16,10 @@ from modelfleet.frameworks.torch.tracing.batching_rules import BatchingRules
 from modelfleet.types import State, Tree
 
 Tensors = dict[str, Tensor]
+
+
+class NoGradientError(CannotFuseError):
+    """Raised for a loss that depends on no parameter. Alone, torch refuses its backward pass."""
 
 
 class How(NamedTuple):
