@@ -31,7 +31,7 @@ from modelfleet.frameworks.torch.fused.arguments import (
 from modelfleet.frameworks.torch.fused.capture import Capture
 from modelfleet.frameworks.torch.fused.other_sizes import from_other_sizes
 from modelfleet.frameworks.torch.fused.runner import ByWidth, Runner, ShapeTimes, for_any_width
-from modelfleet.frameworks.torch.fused.steps_protocol import How, LaneSteps, NoGradientError
+from modelfleet.frameworks.torch.fused.steps_protocol import FastPathError, How, LaneSteps, NoGradientError
 from modelfleet.frameworks.torch.model_locks import lock_of, locked_in_mode
 from modelfleet.frameworks.torch.modes import in_mode
 from modelfleet.frameworks.torch.optimizers.counting import CoefficientsBySlice
@@ -534,6 +534,9 @@ class Programs(Generic[OwnSteps]):
                     batch, weights = args[4:] if kind == "train" else args[2:4]
                     self.steps.find_unused(args[0], args[1], batch, weights, How(shared_data, fused=False))
                     return
+                refuse_fast_path = getattr(self.steps, "refuse_fast_path", None)
+                if refuse_fast_path is not None and kind in ("evaluate", "predict"):
+                    refuse_fast_path(kind, args[0], args[1], args[2], How(shared_data, fused=False))
                 one = [map_tree(torch.clone, arg) for arg in rows_of(args, stacked, 1)]
                 step = partial(getattr(self.steps, kind), how=How(shared_data, fused=False))
                 first = step(*map_tree(torch.clone, one))
@@ -542,7 +545,7 @@ class Programs(Generic[OwnSteps]):
                     return
                 known = PythonSnapshot(self.steps.roots()).key
                 again = step(*one)
-            except NoGradientError:
+            except (NoGradientError, FastPathError):
                 raise
             except Exception:
                 return

@@ -16,8 +16,15 @@ from modelfleet.frameworks.errors import FINE, CannotFuseError
 from modelfleet.frameworks.torch.functional import call_with
 from modelfleet.frameworks.torch.fused import packing
 from modelfleet.frameworks.torch.fused.arguments import Key, numbers_key
+from modelfleet.frameworks.torch.fused.fast_path import has_other_numbers
 from modelfleet.frameworks.torch.fused.mapping import Axes, mapped, mapped_gradients
-from modelfleet.frameworks.torch.fused.steps_protocol import How, NoGradientError, Tensors, drawing
+from modelfleet.frameworks.torch.fused.steps_protocol import (
+    FastPathError,
+    How,
+    NoGradientError,
+    Tensors,
+    drawing,
+)
 from modelfleet.frameworks.torch.fused.updating import (
     gradient_norms,
     per_member,
@@ -31,6 +38,7 @@ from modelfleet.frameworks.torch.optimizers.slices import Rule
 from modelfleet.frameworks.torch.parallel import row_sums
 from modelfleet.frameworks.torch.python_state.checks import StatefulError
 from modelfleet.frameworks.torch.python_state.undo import undoing_side_effects
+from modelfleet.frameworks.torch.random.eager import EagerDraws
 from modelfleet.frameworks.torch.random.streams import BatchRows, DrawShapes, Streams
 from modelfleet.frameworks.torch.task import PRECISIONS, Task, call, logits
 from modelfleet.frameworks.torch.tracing.number_rules import changes
@@ -73,6 +81,7 @@ class Steps:
         self.contiguous = False  # True if the model needs contiguous weights, for `weight.view(-1)`
         self.differentiates = False  # True if the objective takes gradients itself, and needs them to evaluate
         self.counting: str | None = None  # a buffer that evaluating changes
+        self.takes_fast_path = False  # True if members alone, in evaluation, take torch's fast path with a mask
         self.draws: DrawShapes = ()  # what a step draws, for `row_gradients` of batches like the next one
         self.recordings: dict[
             Key, Recording
@@ -119,6 +128,36 @@ class Steps:
                 raise NoGradientError("its loss does not depend on its parameters, so there is no gradient")
             found = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
         self.unused = frozenset(name for name, g in zip(params, found, strict=True) if g is None)
+
+    def refuse_fast_path(self, kind: str, state: State, shared: Tensors, data: Tree, how: How) -> None:
+        """Raise FastPathError if the first member alone, in evaluation, has other numbers by torch's fast path."""
+
+        def run(model: nn.Module, data: Tree) -> Tree:
+            return call(model, data) if kind == "predict" else self.task.run(model, data, None)[0]
+
+        if PRECISIONS[self.task.precision] is not None:
+            return  # below autocast, there is no fast path
+        if has_other_numbers(self.model, lambda: self._run_alone(run, state, shared, data, how)):
+            self.takes_fast_path = True
+            raise FastPathError(
+                "in evaluation, torch's fast path for transformer layers gives masked positions other numbers "
+                "than their operations do. torch.backends.mha.set_fastpath_enabled(False) turns it off"
+            )
+
+    def _run_alone(self, run: Run, state: State, shared: Tensors, data: Tree, how: How, *more: Tree) -> Tree:
+        """Return `run(model, data, *more)` for the first member, without modes: torch's fast path avoids them."""
+        if not how.shared_data:
+            data = map_tree(lambda t: t[0], data)
+        one = {part: map_tree(lambda t: t[0], state[part]) for part in ("params", "frozen", "buffers")}
+        # Where members of unequal widths are padded, the model's own tensors have its shapes.
+        known = dict(self.model.named_parameters())
+        given = {**one["params"], **one["frozen"], **shared}
+        own = {name: self._as_given(name, t.detach()) for name, t in given.items()}
+        own |= {name: p.detach() for name, p in known.items() if name in own and own[name].shape != p.shape}
+        buffers = {name: buffer.clone() for name, buffer in one["buffers"].items()}
+        member = state["member"]
+        with torch.no_grad(), EagerDraws(int(member["seed"][0]), int(member["step"][0])):
+            return call_with(self.model, own, buffers, run, map_tree(torch.clone, data), *more)
 
     def train(
         self,
@@ -340,6 +379,10 @@ class Steps:
 
     def evaluate(self, state: State, shared: Tensors, data: Tree, weights: Tensor | None, how: How) -> Tensors:
         """Return the sums `(member,)` of the loss and the metrics over a batch."""
+        if self.takes_fast_path and not how.fused:
+            mask = None if weights is None or not self.task.can_mask_rows else weights[0]
+            sums = self._run_alone(self.task.run, state, shared, data, how, mask)[1]
+            return map_tree(lambda t: t.unsqueeze(0), sums)
         args = (state["params"], state["frozen"], state["buffers"], state.get("numbers"), data, weights)
         key = numbers_key("evaluate", data, weights, shared=how.shared_data)
 
@@ -359,6 +402,9 @@ class Steps:
 
     def predict(self, state: State, shared: Tensors, data: Tree, how: How) -> Tree:
         """Return the outputs `(member, row, …)` on a batch of inputs."""
+        if self.takes_fast_path and not how.fused:
+            outputs = self._run_alone(lambda m, x: logits(call(m, x)), state, shared, data, how)
+            return map_tree(lambda t: t.unsqueeze(0), outputs)
         args = (state["params"], state["frozen"], state["buffers"], state.get("numbers"), data)
         key = numbers_key("predict", data, None, shared=how.shared_data)
 

@@ -22,6 +22,10 @@ class NoGradientError(CannotFuseError):
     """Raised for a loss that depends on no parameter. Alone, torch refuses its backward pass."""
 
 
+class FastPathError(CannotFuseError):
+    """Raised for an evaluation that has other numbers on torch's fast path, which members alone take."""
+
+
 class How(NamedTuple):
     """Way in which a step maps over the members of a lane."""
 
