@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import modelfleet as mf
+from modelfleet.frameworks.torch.fused.fast_path import has_other_numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # torch's own use
 
@@ -98,3 +99,10 @@ def test_members_whose_numbers_are_the_same_either_way_are_fused(
 def test_without_the_fast_path_padded_members_are_fused(operations: None) -> None:
     fleet = fleet_of()
     close(fleet.predict(PADDED, strategy="fused"), alone(fleet, PADDED))
+
+
+def test_a_call_that_raises_is_left_to_the_trial_after_it() -> None:
+    def raises() -> None:
+        raise ValueError("no such batch")
+
+    assert not has_other_numbers(Encoder().eval(), raises)
